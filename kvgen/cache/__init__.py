@@ -1,0 +1,1 @@
+"""What a KV cache is here: layer specs, buffers, the manager and the transformers adapter."""

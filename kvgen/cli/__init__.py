@@ -1,0 +1,1 @@
+"""One file per command: arguments in, exit code out."""

@@ -1,0 +1,1 @@
+"""Prefill, decode, sampling, stop rules and incremental text. Knows nothing of who prints."""

@@ -1,0 +1,1 @@
+"""Clock, statistics, bandwidth and checks over the engine. Never prints."""

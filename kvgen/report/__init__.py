@@ -1,0 +1,1 @@
+"""One record in, one rendering out: text, JSON. Never measures."""
