@@ -1,0 +1,79 @@
+"""The KV cache of one forward stream: one layer object per decoder layer and one position.
+
+Knows layers and specs, nothing of transformers or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvgen.cache.layers import PairLayer
+from kvgen.cache.spec import LayerSpec, total_bytes
+
+
+class CacheStateError(RuntimeError):
+    """A layer's count and the manager's position no longer agree."""
+
+
+class KVCache:
+    """Layers built from specs, and the absolute position that all of them have reached.
+
+    A forward over n tokens first updates every layer, then ``advance(n)`` moves the position and
+    checks that each layer really saw those n tokens: a model that ignores its cache, or a layer
+    that was left out, is found at the first step.
+    """
+
+    def __init__(self, specs: Sequence[LayerSpec], step: int = 256) -> None:
+        """``step``: slots that a buffer grows by (see ``PairLayer``)."""
+        self.specs = tuple(specs)
+        self.layers = [PairLayer(spec, step) for spec in self.specs]
+        self.position = 0
+
+    def advance(self, tokens: int) -> None:
+        """Count ``tokens`` forwarded tokens. Raises ``CacheStateError`` if a layer missed any."""
+        reached = self.position + tokens
+        for index, layer in enumerate(self.layers):
+            if layer.length != reached:
+                raise CacheStateError(
+                    f"layer {index} has stored {layer.length} tokens where {reached} were "
+                    "forwarded: the model did not use the cache it was given"
+                )
+        self.position = reached
+
+    def trim(self, tokens: int) -> None:
+        """Forget the last ``tokens`` tokens in every layer.
+
+        Raises ``CannotTrimError`` if any layer cannot, and then changes nothing.
+        """
+        refusing = [layer for layer in self.layers if not layer.can_trim(tokens)]
+        for layer in refusing or self.layers:
+            layer.trim(tokens)
+        self.position -= tokens
+
+    def reset(self) -> None:
+        """Back to position 0; buffers stay allocated."""
+        for layer in self.layers:
+            layer.reset()
+        self.position = 0
+
+    def fork(self) -> KVCache:
+        """An independent cache with the same content."""
+        twin = KVCache(self.specs)
+        twin.layers = [layer.fork() for layer in self.layers]
+        twin.position = self.position
+        return twin
+
+    def bytes_formula(self, itemsize: int, batch: int = 1) -> int:
+        """Bytes that the specs predict at this position."""
+        return total_bytes(self.specs, self.position, itemsize, batch)
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of the pairs held, counted on the real tensors."""
+        return sum(layer.bytes_used for layer in self.layers)
+
+    @property
+    def bytes_allocated(self) -> int:
+        """Bytes of all storage owned, each storage counted once."""
+        storages = (buffer.untyped_storage() for layer in self.layers for buffer in layer.buffers())
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

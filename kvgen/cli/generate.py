@@ -1,0 +1,293 @@
+"""``kvgen generate``: text on stdout while it is produced, its cost per token on stderr."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvgen.cli import options as shared
+from kvgen.cli.options import option
+from kvgen.errors import DisagreementError, UsageError
+
+if TYPE_CHECKING:
+    from kvgen.cli.streams import Output
+    from kvgen.measure.run import GenerationOptions, GenerationRun
+    from kvgen.models import LoadOptions
+
+INTERRUPTED = 130
+
+
+class Format(str, Enum):
+    """What stdout carries."""
+
+    text = "text"
+    json = "json"
+    jsonl = "jsonl"
+
+
+class Recompute(str, Enum):
+    """How the cost without a cache is found."""
+
+    sampled = "sampled"
+    all = "all"
+    off = "off"
+
+
+_TOKENS, _CACHE, _OUTPUT = "Tokens", "Cache and measuring", "Output"
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to continue; - reads it from stdin.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, option("--prompt-file", help="Read the prompt from a file.")
+    ] = None,
+    model: shared.ModelOption = None,
+    revision: shared.RevisionOption = None,
+    dtype: shared.DtypeOption = shared.Dtype.auto,
+    device: shared.DeviceOption = "auto",
+    threads: shared.ThreadsOption = None,
+    trust_remote_code: shared.TrustRemoteCodeOption = False,
+    offline: shared.OfflineOption = False,
+    max_new_tokens: Annotated[
+        int | None,
+        option(
+            "--max-new-tokens",
+            "-n",
+            min=1,
+            help="At most this many new tokens.  [default: 64]",
+            rich_help_panel=_TOKENS,
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, option("--temperature", help="0 is greedy.", rich_help_panel=_TOKENS)
+    ] = 0.0,
+    top_k: Annotated[
+        int | None, option("--top-k", help="Only the k likeliest.", rich_help_panel=_TOKENS)
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        option("--top-p", help="The likeliest, up to probability p.", rich_help_panel=_TOKENS),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        option(
+            "--min-p",
+            help="Those at least this fraction as likely as the likeliest.",
+            rich_help_panel=_TOKENS,
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float,
+        option(
+            "--repetition-penalty",
+            help="Above 1: tokens that were there become less likely.",
+            rich_help_panel=_TOKENS,
+        ),
+    ] = 1.0,
+    seed: Annotated[
+        int | None,
+        option(
+            "--seed",
+            min=0,
+            max=2**63 - 1,
+            help="The same seed gives the same text.",
+            rich_help_panel=_TOKENS,
+        ),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        option("--stop", help="End before this text; repeatable.", rich_help_panel=_TOKENS),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, option("--ignore-eos", help="Go on after end-of-text.", rich_help_panel=_TOKENS)
+    ] = False,
+    chat: Annotated[
+        bool,
+        option("--chat", help="Wrap the prompt in the chat template.", rich_help_panel=_TOKENS),
+    ] = False,
+    system: Annotated[
+        str | None,
+        option("--system", help="System message; implies --chat.", rich_help_panel=_TOKENS),
+    ] = None,
+    no_cache: Annotated[
+        bool,
+        option(
+            "--no-cache",
+            help="Forward the whole prefix for every token instead.",
+            rich_help_panel=_CACHE,
+        ),
+    ] = False,
+    prefill_chunk: Annotated[
+        int | None,
+        option(
+            "--prefill-chunk",
+            min=1,
+            help="Forward the prompt in pieces of this many tokens.",
+            rich_help_panel=_CACHE,
+        ),
+    ] = None,
+    recompute: Annotated[
+        Recompute,
+        option(
+            "--recompute",
+            help="Where the uncached forward is run afterwards, for its cost and as the proof.",
+            rich_help_panel=_CACHE,
+        ),
+    ] = Recompute.sampled,
+    warmup: Annotated[
+        bool,
+        option(
+            "--warmup/--no-warmup",
+            help="Run both shapes once before timing.",
+            rich_help_panel=_CACHE,
+        ),
+    ] = True,
+    output_format: Annotated[
+        Format, option("--format", "-f", help="What stdout carries.", rich_help_panel=_OUTPUT)
+    ] = Format.text,
+    output: Annotated[
+        Path | None,
+        option("--output", "-o", help="Write there instead of stdout.", rich_help_panel=_OUTPUT),
+    ] = None,
+    trace: Annotated[
+        bool, option("--trace", help="Show every step in the table.", rich_help_panel=_OUTPUT)
+    ] = False,
+    no_stats: Annotated[bool, option("--no-stats", help="No table.", rich_help_panel=_OUTPUT)] = (
+        False
+    ),
+    quiet: shared.QuietOption = False,
+    debug: shared.DebugOption = False,
+    config: shared.ConfigOption = None,
+) -> int:
+    """Continue a text, and show what each token cost with the cache and without it.
+
+    stdout carries the text alone; the table of latency, bytes in the cache and the cost of the
+    same token without a cache goes to stderr.
+    """
+    from kvgen.cli.streams import Output, read_prompt
+
+    if no_cache and prefill_chunk is not None:
+        raise UsageError("--prefill-chunk needs the cache; leave out --no-cache")
+    text = read_prompt(prompt, prompt_file)
+    view = _View(Output(output), output_format, trace, quiet, table=not (quiet or no_stats))
+
+    # The heavy imports start here, once the command line is known to be right.
+    from kvgen.engine.sampling import SamplingOptions
+    from kvgen.measure.run import GenerationOptions
+    from kvgen.models import LoadOptions
+
+    sampling = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    options = GenerationOptions(
+        prompt=text,
+        max_new_tokens=max_new_tokens,
+        chat=chat or system is not None,
+        system=system,
+        sampling=sampling,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+        cached=not no_cache,
+        prefill_chunk=prefill_chunk,
+        recompute=recompute.value,
+        warmup=warmup,
+    )
+    load = LoadOptions(
+        model=model,
+        revision=revision,
+        dtype=dtype.value,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        offline=offline,
+    )
+    return view.show(_prepare(load, options, threads, quiet))
+
+
+def _prepare(
+    load: LoadOptions, options: GenerationOptions, threads: int | None, quiet: bool
+) -> GenerationRun:
+    """Everything before the first token."""
+    import torch
+
+    from kvgen.cli.progress import loading
+    from kvgen.measure.run import GenerationRun
+    from kvgen.models import load_model
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with loading(quiet) as progress:
+        return GenerationRun(load_model(load, progress), options)
+
+
+@dataclass
+class _View:
+    """How one run is shown."""
+
+    output: Output
+    form: Format
+    trace: bool
+    quiet: bool
+    table: bool
+
+    def show(self, run: GenerationRun) -> int:
+        """Drive the run to its end or to Ctrl-C; returns the exit code."""
+        interrupted = False
+        try:
+            self._stream(run)
+        except KeyboardInterrupt:
+            interrupted = True
+            self._text(run.interrupted())
+        if self.form is Format.text:
+            self.output.end_line()
+        try:
+            record = run.finish()
+        except KeyboardInterrupt:
+            interrupted = True
+            run.record.finish_reason = "interrupted"
+            record = run.finish()
+        self._result(run)
+        self.output.close()
+        if self.table:
+            from kvgen.cli.streams import error_console
+            from kvgen.report.table import print_generation
+
+            print_generation(record, error_console(), self.trace)
+        if interrupted:
+            return INTERRUPTED
+        if record.check is not None and record.check.verdict == "broken":
+            from kvgen.report.table import check_line
+
+            raise DisagreementError(f"cached and uncached disagree: {check_line(record)}")
+        return 0
+
+    def _stream(self, run: GenerationRun) -> None:
+        if self.form is Format.jsonl:
+            from kvgen.report import document
+
+            self._line(document.run_line(run.record))
+            for _ in run.pieces():
+                self._line(document.step_line(run.record.steps[-1]))
+            return
+        for piece in run.pieces():
+            self._text(piece)
+
+    def _result(self, run: GenerationRun) -> None:
+        from kvgen.report import document
+
+        if self.form is Format.json:
+            self._line(document.generation_document(run.record), indent=2)
+        elif self.form is Format.jsonl:
+            self._line(document.result_line(run.record))
+
+    def _text(self, piece: str) -> None:
+        if self.form is Format.text and piece:
+            self.output.write(piece)
+
+    def _line(self, data: dict[str, object], indent: int | None = None) -> None:
+        from kvgen.report.document import to_json
+
+        self.output.write(to_json(data, indent) + "\n")

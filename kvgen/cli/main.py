@@ -1,0 +1,91 @@
+"""The ``kvgen`` command: commands registered, errors turned into one line and an exit code.
+
+Neither torch nor transformers is imported before a command runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from kvgen import __version__
+from kvgen.cli.generate import generate
+from kvgen.errors import KvgenError
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="kvgen",
+    help="Generate text on a hand-written KV cache and see, token by token, what the cache buys.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(generate)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvgen {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    """Options before the command's name."""
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line; every error becomes one line on stderr. Returns the exit code."""
+    debug = "--debug" in arguments
+    try:
+        code = app(arguments, prog_name="kvgen", standalone_mode=False)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        return _reader_left()
+    except KvgenError as error:
+        if debug:
+            raise
+        return _fail(str(error), error.exit_code)
+    except MemoryError:
+        return _fail("out of memory", 4)
+    except Exception as error:
+        if debug:
+            raise
+        if hasattr(error, "format_message"):  # what the argument parser raises
+            return _fail(error.format_message(), getattr(error, "exit_code", 2))
+        if type(error).__name__ in ("Abort", "OutOfMemoryError"):
+            return _fail(str(error) or "aborted", 4 if "Memory" in type(error).__name__ else 130)
+        return _fail(f"internal error: {type(error).__name__}: {error} (--debug shows where)", 1)
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    line = " ".join(message.split())
+    with contextlib.suppress(OSError):
+        print(f"kvgen: {line}", file=sys.stderr, flush=True)
+    return code
+
+
+def _reader_left() -> int:
+    """Whoever read stdout has closed it, as ``head`` does: end quietly."""
+    # Python flushes stdout once more at exit; give that flush somewhere to go.
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

@@ -1,0 +1,126 @@
+"""Options that commands share, and where their values come from.
+
+An option's value is what the command line says, else its ``KVGEN_*`` variable, else the file that
+``--config`` names, else the default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvgen.errors import UsageError
+
+
+def option(name: str, *others: str, **settings: Any) -> Any:
+    """A ``typer.Option`` that ``KVGEN_<NAME>`` in the environment sets as well."""
+    long = name.split("/")[0].removeprefix("--")
+    variable = "KVGEN_" + long.upper().replace("-", "_")
+    return typer.Option(name, *others, envvar=variable, show_envvar=False, **settings)
+
+
+def _read_config(context: typer.Context, path: Path | None) -> Path | None:
+    if path is not None:
+        known = [str(p.name) for p in context.command.params if p.name not in ("config", "help")]
+        context.default_map = config_values(path, str(context.info_name), known)
+    return path
+
+
+def config_values(path: Path, command: str, known: list[str]) -> dict[str, Any]:
+    """Option values by parameter name. Raises ``UsageError`` for an unknown key."""
+    table = _load_toml(path)
+    own = table.get(command, {})
+    if not isinstance(own, dict):
+        raise UsageError(f"{path}: {command} must be a table of options, not {own!r}")
+    common = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    values = {}
+    for key, value in (common | own).items():
+        name = key.replace("-", "_")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0)
+            raise UsageError(
+                f"{path}: unknown option {key!r}; the nearest is {near[0].replace('_', '-')!r}"
+            )
+        values[name] = value
+    return values
+
+
+def _load_toml(path: Path) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the configuration file {path}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path} is not valid TOML: {error}") from error
+
+
+class Dtype(str, Enum):
+    """Arithmetic of weights and cache."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+_MODEL, _OUTPUT = "Model", "Output"
+
+ModelOption = Annotated[
+    str | None,
+    option(
+        "--model",
+        "-m",
+        help="A folder, a .gguf file or a Hub id.  [default: SmolLM2-135M-Instruct]",
+        rich_help_panel=_MODEL,
+    ),
+]
+RevisionOption = Annotated[
+    str | None, option("--revision", help="Of a Hub model.", rich_help_panel=_MODEL)
+]
+DtypeOption = Annotated[
+    Dtype, option("--dtype", help="auto: the checkpoint's.", rich_help_panel=_MODEL)
+]
+DeviceOption = Annotated[
+    str, option("--device", help="auto, cpu, cuda, cuda:N or mps.", rich_help_panel=_MODEL)
+]
+ThreadsOption = Annotated[
+    int | None,
+    option("--threads", min=1, help="CPU threads of one operation.", rich_help_panel=_MODEL),
+]
+TrustRemoteCodeOption = Annotated[
+    bool,
+    option(
+        "--trust-remote-code",
+        help="Run Python code that the model's repository brings.",
+        rich_help_panel=_MODEL,
+    ),
+]
+OfflineOption = Annotated[
+    bool, option("--offline", help="Never use the network.", rich_help_panel=_MODEL)
+]
+QuietOption = Annotated[
+    bool,
+    option("--quiet", "-q", help="Nothing on stderr but errors.", rich_help_panel=_OUTPUT),
+]
+DebugOption = Annotated[
+    bool, option("--debug", help="Show the traceback of an error.", rich_help_panel=_OUTPUT)
+]
+ConfigOption = Annotated[
+    Path | None,
+    option(
+        "--config",
+        callback=_read_config,
+        is_eager=True,
+        help="TOML file with option values; a table named after a command wins for that command.",
+        rich_help_panel=_OUTPUT,
+    ),
+]

@@ -1,0 +1,44 @@
+"""Progress while a model is made ready: on a terminal's stderr only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+ProgressCallback = Callable[[str, int, int], None]
+
+
+@contextmanager
+def loading(quiet: bool) -> Iterator[ProgressCallback]:
+    """A callback ``(what, done, total)`` that draws a bar while the block runs.
+
+    Without a terminal each new ``what`` is one plain line, so that a log says why it takes long.
+    """
+    if quiet:
+        yield lambda what, done, total: None
+        return
+    if not sys.stderr.isatty():
+        yield _say_once()
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from kvgen.cli.streams import error_console
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=error_console(), transient=True) as bar:
+        task = bar.add_task("loading the model", total=None)
+        yield lambda what, done, total: bar.update(
+            task, description=what, completed=done, total=total
+        )
+
+
+def _say_once() -> ProgressCallback:
+    said: set[str] = set()
+
+    def say(what: str, done: int, total: int) -> None:
+        if what not in said:
+            said.add(what)
+            print(f"kvgen: {what}", file=sys.stderr, flush=True)
+
+    return say

@@ -1,0 +1,63 @@
+"""Prefill and decode: one loop for the cached and the uncached path.
+
+A step forwards whatever the cache does not hold yet and chooses one more token. On an empty cache
+that is the whole prompt (prefill); later it is the newest token alone (decode); without a cache it
+is always everything.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kvgen.cache.adapter import TransformersCache
+from kvgen.cache.manager import KVCache
+from kvgen.engine.forward import Forward
+from kvgen.engine.sampling import Sampler
+
+
+class Token(NamedTuple):
+    """A chosen token and the logits ``[vocab]`` it was chosen from."""
+
+    id: int
+    logits: Tensor
+
+
+class Decoder:
+    """The ids of one sequence, grown by one at each ``step``."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        prompt_ids: list[int],
+        sampler: Sampler,
+        cache: KVCache | None,
+        prefill_chunk: int | None = None,
+    ) -> None:
+        """``cache`` is empty or holds a beginning of ``prompt_ids``; ``None`` runs without one.
+
+        ``prefill_chunk`` bounds the tokens of one forward.
+        """
+        self.ids = list(prompt_ids)
+        self.cache = cache
+        self._forward = forward
+        self._sampler = sampler
+        self._chunk = prefill_chunk
+        self._adapter = None if cache is None else TransformersCache(cache)
+
+    def step(self) -> Token:
+        """Forward what is pending and append one token."""
+        logits = self._logits()
+        token = Token(self._sampler.choose(logits, self.ids), logits)
+        self.ids.append(token.id)
+        return token
+
+    def _logits(self) -> Tensor:
+        if self.cache is None or self._adapter is None:
+            return self._forward.uncached(self.ids)
+        pending = self.ids[self.cache.position :]
+        size = self._chunk or len(pending)
+        for begin in range(0, len(pending), size):
+            logits = self._forward.cached(pending[begin : begin + size], self._adapter)
+        return logits

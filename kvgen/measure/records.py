@@ -1,0 +1,151 @@
+"""What a run leaves behind: plain data, no torch. Seconds are ``*_s``, bytes are ``*_bytes``.
+
+A record is all that reports get; nothing in it is rounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class Step:
+    """One new token and what it cost."""
+
+    index: int
+    """0 for the token that prefill gives, counting up."""
+    token_id: int
+    token: str
+    """The token by itself, special ones by name."""
+    text: str
+    """The text it completes; empty while a character is unfinished. Pieces join to the whole."""
+    position: int
+    """Absolute position of the new token in the sequence, counting from 0."""
+    latency_s: float
+    """Forward and choice of the token; nothing decoded to text or printed."""
+    forwarded_tokens: int
+    """Tokens this step sent through the model."""
+    cached_tokens: int
+    """Tokens in the cache after this step; 0 without a cache."""
+    kv_bytes_used: int
+    kv_bytes_allocated: int
+    bytes_read: int
+    """Bytes the step had to read at least: weights and stored pairs, each once."""
+    bandwidth_share: float | None = None
+    """``bytes_read`` / ``latency_s`` over the measured bandwidth of the machine."""
+    recompute_s: float | None = None
+    """The same token from an uncached forward over the whole prefix."""
+    recompute_source: Literal["measured", "fitted"] | None = None
+
+
+@dataclass
+class CheckedStep:
+    """One prediction held against the uncached forward over the same ids."""
+
+    index: int
+    same_token: bool
+    """Both give the same most likely token."""
+    max_abs_logit_difference: float
+    margin: float
+    """Uncached logit of the most likely token minus that of the second."""
+
+
+Verdict = Literal["exact", "tolerance", "broken"]
+
+
+@dataclass
+class Check:
+    """All predictions that were checked, and what they amount to."""
+
+    steps: list[CheckedStep]
+    tolerance: float
+    """Largest |Δlogit| that counts as the same in this dtype."""
+    verdict: Verdict
+
+    @property
+    def max_abs_logit_difference(self) -> float:
+        """Over all checked steps."""
+        return max(step.max_abs_logit_difference for step in self.steps)
+
+
+@dataclass
+class Totals:
+    """Sums over the run."""
+
+    load_s: float
+    tokenize_s: float
+    prefill_s: float
+    """The first step: the whole prompt forwarded and the first token chosen."""
+    decode_s: float
+    """All later steps together."""
+    detokenize_s: float
+    ttft_s: float
+    """From the request to the first token: tokenize and prefill."""
+    tpot_s: float | None
+    """Mean time per output token after the first; absent below two tokens."""
+    forwarded_tokens: int
+    recompute_s: float | None
+    """What all tokens together would have cost without a cache."""
+
+
+@dataclass
+class Environment:
+    """Where and with what the run was made."""
+
+    kvgen: str
+    python: str
+    torch: str
+    transformers: str
+    platform: str
+    cpu: str
+    threads: int
+    load_average: float | None
+    """Processes waiting to run over the last minute, where the system tells."""
+    device: str
+    dtype: str
+    attention: str
+    bandwidth_bytes_per_s: float | None
+    """Large reads, measured once on this machine and remembered."""
+
+
+@dataclass
+class ModelFacts:
+    """The model and the numbers behind its cache."""
+
+    name: str
+    source: str
+    path: str
+    revision: str | None
+    model_type: str
+    parameters: int
+    weight_bytes: int
+    num_hidden_layers: int
+    context_limit: int | None
+    kv_bytes_per_token: int | None
+    """Growth of the cache per token before any window is full; absent without a cache."""
+
+
+@dataclass
+class Generation:
+    """One run of ``kvgen generate``, whole or as far as it came."""
+
+    model: ModelFacts
+    environment: Environment
+    cached: bool
+    prompt: str
+    prompt_tokens: int
+    prompt_ids: list[int]
+    max_new_tokens: int
+    prefill_chunk: int | None
+    sampling: dict[str, float | int | None]
+    text: str = ""
+    finish_reason: Literal["length", "end", "stop", "interrupted", "error"] = "length"
+    stop_string: str | None = None
+    kv_bytes_formula: int = 0
+    """What the formula gives for the tokens in the cache at the end."""
+    steps: list[Step] = field(default_factory=list)
+    totals: Totals | None = None
+    check: Check | None = None
+    notes: list[str] = field(default_factory=list)
+    """What a reader must know to read the numbers right."""

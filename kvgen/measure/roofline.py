@@ -1,0 +1,104 @@
+"""How near a step comes to the machine's limit: the bytes it must read, and how fast this machine
+reads. A decode step cannot be faster than reading every weight and every stored pair once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvgen.storage import private_folder, write_atomically
+
+_PROBE_BYTES = 512 * 1024 * 1024
+_PROBE_READS = 5
+
+
+class WeightReads:
+    """Bytes of weights in a model, and how many of them one forward must read at least.
+
+    An input embedding of its own is read one row per token; one that is tied to the output is read
+    whole. Of a mixture of experts only the chosen experts are read: at most ``tokens`` times the
+    experts per token, out of all.
+    """
+
+    def __init__(self, model: Any) -> None:
+        parameters = _unique(list(model.parameters()))
+        self.total = sum((parameters | _unique(list(model.buffers()))).values())
+        table = model.get_input_embeddings().weight
+        output = model.get_output_embeddings()
+        tied = output is not None and output.weight.data_ptr() == table.data_ptr()
+        self._embedding = 0 if tied else parameters[table.data_ptr()]
+        self._row = 0 if tied else table[0].numel() * table.element_size()
+        config = model.config.get_text_config(decoder=True)
+        experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+        chosen = getattr(config, "num_experts_per_tok", None)
+        self._share_per_token = chosen / experts if experts and chosen else 1.0
+        inside = [p for name, p in model.named_parameters() if ".experts." in name]
+        self._experts = sum(_unique(inside).values())
+
+    def per_forward(self, tokens: int) -> int:
+        """Bytes of weights that a forward over ``tokens`` tokens must read."""
+        skipped_rows = max(0, self._embedding - tokens * self._row)
+        skipped_experts = self._experts * (1 - min(1.0, tokens * self._share_per_token))
+        return self.total - skipped_rows - int(skipped_experts)
+
+
+def _unique(tensors: list[Any]) -> dict[int, int]:
+    return {t.data_ptr(): t.numel() * t.element_size() for t in tensors}
+
+
+def measured_bandwidth(device: Any, threads: int, folder: Path | None) -> float | None:
+    """Bytes per second of large reads on ``device`` with ``threads`` threads.
+
+    Measured once (a few hundred milliseconds) and remembered in ``folder``; ``None`` when memory
+    for the probe cannot be had.
+    """
+    key = f"{_device_name(device)}, {threads} threads, torch {torch.__version__}"
+    remembered = _remembered(folder)
+    if key in remembered:
+        return remembered[key]
+    try:
+        found = _probe(device)
+    except RuntimeError:  # out of memory, on any device
+        return None
+    if folder is not None:
+        remembered[key] = found
+        try:
+            private_folder(folder)
+            write_atomically(folder / "bandwidth.json", json.dumps(remembered, indent=1))
+        except OSError:
+            pass  # measured again next time
+    return found
+
+
+def _probe(device: Any) -> float:
+    """The best of several reads: others' load can only make a read slower."""
+    block = torch.ones(_PROBE_BYTES // 4, device=device)
+    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    best = float("inf")
+    for _ in range(_PROBE_READS):
+        begin = time.perf_counter()
+        block.sum().item()
+        wait()
+        best = min(best, time.perf_counter() - begin)
+    return _PROBE_BYTES / best
+
+
+def _remembered(folder: Path | None) -> dict[str, float]:
+    if folder is None:
+        return {}
+    try:
+        found = json.loads((folder / "bandwidth.json").read_text("utf-8"))
+        return {str(key): float(value) for key, value in found.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def _device_name(device: Any) -> str:
+    from kvgen.measure.environment import cpu_name
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()

@@ -1,0 +1,254 @@
+"""One measured generation: the engine's steps between two readings of the clock, each with its
+record. Text comes out piece by piece; who shows it, and how, is the caller's business.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from kvgen.cache.manager import KVCache
+from kvgen.cache.spec import specs_from_config, total_bytes
+from kvgen.engine.decoder import Decoder
+from kvgen.engine.forward import Forward
+from kvgen.engine.prompt import check_fits, encode
+from kvgen.engine.sampling import Sampler, SamplingOptions
+from kvgen.engine.text import IncrementalText, StopStrings
+from kvgen.measure.clock import Clock, DeviceClock
+from kvgen.measure.environment import environment
+from kvgen.measure.records import Generation, ModelFacts, Step, Totals
+from kvgen.measure.recompute import KeptLogits, fill_in, recompute
+from kvgen.measure.roofline import WeightReads, measured_bandwidth
+from kvgen.models import LoadedModel
+from kvgen.storage import cache_folder
+
+DEFAULT_NEW_TOKENS = 64
+_HANDFUL = 5
+_KEPT_FOR_SAMPLE = 16
+_KEPT_BYTES = 512 * 1024 * 1024
+# Recomputing may take as long as the generation it explains, and this much in any case.
+_LEAST_BUDGET_S = 3.0
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """What to generate and what to find out about it."""
+
+    prompt: str
+    max_new_tokens: int | None = None
+    chat: bool = False
+    system: str | None = None
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    cached: bool = True
+    prefill_chunk: int | None = None
+    recompute: Literal["sampled", "all", "off"] = "sampled"
+    warmup: bool = True
+
+
+class GenerationRun:
+    """A generation in progress. Iterate ``pieces`` for the text, then ask for ``finish``."""
+
+    def __init__(
+        self, loaded: LoadedModel, options: GenerationOptions, clock: Clock | None = None
+    ) -> None:
+        """Tokenizes the prompt and warms up. Raises ``InputError`` if the prompt does not fit."""
+        self._loaded = loaded
+        self._options = options
+        self._clock = clock or DeviceClock(loaded.device)
+        self._dtype = str(loaded.dtype).removeprefix("torch.")
+        begin = self._clock.now()
+        ids = encode(loaded.tokenizer, options.prompt, options.chat, options.system)
+        self._tokenize_s = self._clock.now() - begin
+        room = check_fits(len(ids), options.max_new_tokens, loaded.context_limit)
+        wanted = options.max_new_tokens or min(DEFAULT_NEW_TOKENS, room or DEFAULT_NEW_TOKENS)
+
+        self._forward = Forward(loaded.model)
+        self._weights = WeightReads(loaded.model)
+        self._cache = KVCache(specs_from_config(loaded.config)) if options.cached else None
+        sampler = Sampler(options.sampling)
+        self._decoder = Decoder(
+            self._forward, ids, sampler, self._cache, options.prefill_chunk
+        )
+        self._text = IncrementalText(loaded.tokenizer, ids)
+        self._stops = StopStrings(options.stop)
+        self._kept = KeptLogits(self._kept_limit(wanted))
+        self._detokenize_s = 0.0
+        if options.warmup:
+            self._warm_up(ids)
+        bandwidth = measured_bandwidth(loaded.device, _threads(), cache_folder())
+        self.record = Generation(
+            model=_model_facts(loaded, self._weights.total, self._cache),
+            environment=environment(loaded.model, loaded.device, self._dtype, bandwidth),
+            cached=options.cached,
+            prompt=options.prompt,
+            prompt_tokens=len(ids),
+            prompt_ids=ids,
+            max_new_tokens=wanted,
+            prefill_chunk=options.prefill_chunk,
+            sampling=asdict(options.sampling) | {"seed": sampler.seed},
+        )
+
+    def pieces(self) -> Iterator[str]:
+        """Generate; yield after every step the text that may now be shown, which may be empty."""
+        record = self.record
+        ended = False
+        while not ended:
+            piece, ended = self._step(len(record.steps))
+            record.text += piece
+            # What was held back as a possible stop string or part of a character is text after all.
+            yield piece + (self._rest() if ended and record.finish_reason != "stop" else "")
+
+    def interrupted(self) -> str:
+        """End the generation where it stands; the last text that may be shown."""
+        self.record.finish_reason = "interrupted"
+        return self._rest()
+
+    def finish(self) -> Generation:
+        """The record, complete, after recomputing without a cache what the options ask for."""
+        record = self.record
+        if record.finish_reason == "interrupted":
+            record.notes.append("interrupted: nothing was recomputed without a cache")
+        elif record.steps:
+            self._recompute()
+        if self._cache is not None:
+            record.kv_bytes_formula = self._cache.bytes_formula(self._loaded.dtype.itemsize)
+        if record.steps:
+            record.totals = self._totals()
+        return record
+
+    def _step(self, index: int) -> tuple[str, bool]:
+        """One token: its record, the text it frees, and whether it is the last."""
+        record, cache = self.record, self._cache
+        held_before = cache.position if cache is not None else 0
+        begin = self._clock.now()
+        token = self._decoder.step()
+        latency = self._clock.now() - begin
+        self._kept.add(index, token.logits)
+
+        reading = time.perf_counter()
+        text = self._text.push(token.id)
+        shown = self._loaded.tokenizer.decode([token.id], skip_special_tokens=False)
+        self._detokenize_s += time.perf_counter() - reading
+
+        position = record.prompt_tokens + index
+        forwarded = position - held_before
+        used = cache.bytes_used if cache is not None else 0
+        read = self._weights.per_forward(forwarded) + used
+        bandwidth = record.environment.bandwidth_bytes_per_s
+        record.steps.append(
+            Step(
+                index=index,
+                token_id=token.id,
+                token=shown,
+                text=text,
+                position=position,
+                latency_s=latency,
+                forwarded_tokens=forwarded,
+                cached_tokens=cache.position if cache is not None else 0,
+                kv_bytes_used=used,
+                kv_bytes_allocated=cache.bytes_allocated if cache is not None else 0,
+                bytes_read=read,
+                bandwidth_share=read / latency / bandwidth if bandwidth and latency else None,
+            )
+        )
+        piece = self._stops.push(text)
+        if self._stops.found is not None:
+            record.finish_reason, record.stop_string = "stop", self._stops.found
+        elif token.id in self._loaded.stop_ids and not self._options.ignore_eos:
+            record.finish_reason = "end"
+        ended = record.finish_reason != "length" or index + 1 == record.max_new_tokens
+        return piece, ended
+
+    def _rest(self) -> str:
+        rest = self._stops.push(self._text.flush())
+        if self._stops.found is None:
+            rest += self._stops.flush()
+        else:
+            self.record.finish_reason = "stop"
+            self.record.stop_string = self._stops.found
+        self.record.text += rest
+        return rest
+
+    def _warm_up(self, ids: list[int]) -> None:
+        """Both shapes once, on a cache of its own: a few tokens together, then one alone."""
+        cache = None if self._cache is None else KVCache(self._cache.specs)
+        greedy = Sampler(SamplingOptions())
+        decoder = Decoder(self._forward, ids[:8], greedy, cache)
+        decoder.step()
+        decoder.step()
+
+    def _kept_limit(self, new_tokens: int) -> int:
+        mode = self._options.recompute
+        if mode == "sampled":
+            return _KEPT_FOR_SAMPLE
+        vocabulary = int(self._loaded.config.vocab_size) * self._loaded.dtype.itemsize
+        return 2 if mode == "off" else max(2, min(new_tokens + 1, _KEPT_BYTES // vocabulary))
+
+    def _recompute(self) -> None:
+        record, mode = self.record, self._options.recompute
+        if not record.cached:
+            fill_in(record.steps, {step.index: step.latency_s for step in record.steps})
+            return
+        if mode == "off":
+            return
+        took = sum(step.latency_s for step in record.steps)
+        found = recompute(
+            self._forward.uncached,
+            self._decoder.ids,
+            record.prompt_tokens,
+            self._kept.by_step(),
+            self._clock,
+            self._dtype,
+            budget_s=max(_LEAST_BUDGET_S, took) if mode == "sampled" else None,
+            at_most=_HANDFUL if mode == "sampled" else None,
+        )
+        fill_in(record.steps, found.measured_s)
+        record.check = found.check
+        if found.out_of_time:
+            record.notes.append(
+                "recomputing stopped at its time budget; --recompute all has none"
+            )
+
+    def _totals(self) -> Totals:
+        steps = self.record.steps
+        prefill = steps[0].latency_s
+        decode = sum(step.latency_s for step in steps[1:])
+        costs = [step.recompute_s for step in steps if step.recompute_s is not None]
+        return Totals(
+            load_s=self._loaded.load_s,
+            tokenize_s=self._tokenize_s,
+            prefill_s=prefill,
+            decode_s=decode,
+            detokenize_s=self._detokenize_s,
+            ttft_s=self._tokenize_s + prefill,
+            tpot_s=decode / (len(steps) - 1) if len(steps) > 1 else None,
+            forwarded_tokens=sum(step.forwarded_tokens for step in steps),
+            recompute_s=sum(costs) if costs else None,
+        )
+
+
+def _model_facts(loaded: LoadedModel, weight_bytes: int, cache: KVCache | None) -> ModelFacts:
+    config, source = loaded.config, loaded.source
+    per_token = total_bytes(cache.specs, 1, loaded.dtype.itemsize) if cache else None
+    return ModelFacts(
+        name=source.name,
+        source=source.kind,
+        path=str(source.path),
+        revision=source.revision,
+        model_type=config.model_type,
+        parameters=sum(p.numel() for p in loaded.model.parameters()),
+        weight_bytes=weight_bytes,
+        num_hidden_layers=config.num_hidden_layers,
+        context_limit=loaded.context_limit,
+        kv_bytes_per_token=per_token,
+    )
+
+
+def _threads() -> int:
+    import torch
+
+    return int(torch.get_num_threads())

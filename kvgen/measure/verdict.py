@@ -1,0 +1,40 @@
+"""Do two ways of computing the same logits agree? Knows torch tensors only."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvgen.measure.records import Check, CheckedStep, Verdict
+
+# Largest |Δlogit| that still counts as the same arithmetic in another order, relative to the
+# largest |logit|. A few hundred roundings of float32 (2^-24) and bfloat16 (2^-9) add up like this
+# over the layers of a model; a wrong position or a lost pair moves logits by far more.
+_RELATIVE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+
+
+def tolerance(dtype: str, largest_logit: float) -> float:
+    """Largest |Δlogit| accepted as equal in ``dtype`` for logits up to ``largest_logit``."""
+    return _RELATIVE[dtype] * max(1.0, largest_logit)
+
+
+def compare_step(index: int, logits: Tensor, reference: Tensor) -> CheckedStep:
+    """Hold logits ``[vocab]`` against the reference's for the same position."""
+    ours, theirs = logits.float(), reference.float()
+    first, second = theirs.topk(2).values.tolist()
+    return CheckedStep(
+        index=index,
+        same_token=bool(ours.argmax() == theirs.argmax()),
+        max_abs_logit_difference=float((ours - theirs).abs().max()),
+        margin=first - second,
+    )
+
+
+def judge(steps: list[CheckedStep], limit: float) -> Check:
+    """``exact``: the same tokens, logits within ``limit``. ``tolerance``: logits within it too, but
+    a token differs because its margin was smaller than the logits' difference. Else ``broken``.
+    """
+    verdict: Verdict = "exact" if all(step.same_token for step in steps) else "tolerance"
+    # Written so that a NaN is broken.
+    if not all(step.max_abs_logit_difference <= limit for step in steps):
+        verdict = "broken"
+    return Check(steps, limit, verdict)

@@ -1,0 +1,181 @@
+"""A generation's record as a table and a few lines of text for people."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvgen.report.units import bytes_text, seconds_text, visible
+from kvgen.measure.records import Generation, Step
+
+_FIRST_ROWS = 5
+_LAST_ROWS = 3
+_MIDDLE_ROWS = 6
+_TOKEN_WIDTH = 16
+
+_ENDINGS = {
+    "length": "as many as asked for",
+    "end": "the model ended its text",
+    "stop": "stop string",
+    "interrupted": "interrupted",
+    "error": "stopped by an error",
+}
+
+
+def print_generation(record: Generation, console: Console, trace: bool = False) -> None:
+    """Print the table, its totals and the check. ``trace`` shows every step."""
+    for line in _header(record):
+        console.print(Text(line))
+    if record.steps:
+        console.print(_table(record, trace))
+    for line in _footer(record):
+        console.print(Text(line))
+
+
+def shown_steps(count: int) -> list[int | None]:
+    """Which of ``count`` steps to show, ``None`` for a gap: the first, the last, some between."""
+    if count <= _FIRST_ROWS + _MIDDLE_ROWS + _LAST_ROWS:
+        return list(range(count))
+    begin, end = _FIRST_ROWS, count - _LAST_ROWS
+    gap = (end - begin) / (_MIDDLE_ROWS + 1)
+    middle = sorted({begin + round(gap * k) for k in range(1, _MIDDLE_ROWS + 1)})
+    wanted = [*range(begin), *middle, *range(end, count)]
+    rows: list[int | None] = []
+    for index in wanted:
+        if rows and index != wanted[len([r for r in rows if r is not None]) - 1] + 1:
+            rows.append(None)
+        rows.append(index)
+    return rows
+
+
+def _header(record: Generation) -> list[str]:
+    model, where = record.model, record.environment
+    ending = _ENDINGS[record.finish_reason]
+    first = f"{model.name}: {where.dtype} on {where.device}, {where.threads} threads"
+    second = f"{record.prompt_tokens:,} prompt tokens, {len(record.steps):,} new ({ending})"
+    if model.kv_bytes_per_token is None:
+        second += ", no KV cache"
+    else:
+        second += f", {bytes_text(model.kv_bytes_per_token)} of KV cache per token"
+    return [first, second]
+
+
+def _table(record: Generation, trace: bool) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 1), header_style="bold")
+    table.add_column("step", justify="right")
+    table.add_column("token", no_wrap=True, overflow="ellipsis", max_width=_TOKEN_WIDTH)
+    table.add_column("latency", justify="right")
+    table.add_column("KV cache", justify="right")
+    table.add_column("without cache", justify="right")
+    gains = _gains_shown(record)
+    if gains:
+        table.add_column("gain", justify="right")
+    count = len(record.steps)
+    for index in range(count) if trace else shown_steps(count):
+        if index is None:
+            table.add_row("", Text("..."))
+            continue
+        table.add_row(*_row(record.steps[index], gains))
+    table.add_section()
+    table.add_row(*_total_row(record, gains), style="bold")
+    return table
+
+
+def _gains_shown(record: Generation) -> bool:
+    """A gain needs the proof that both sides computed the same."""
+    return record.check is not None and record.check.verdict != "broken"
+
+
+def _row(step: Step, gains: bool) -> list[str | Text]:
+    cells: list[str | Text] = [
+        str(step.index),
+        Text(visible(step.token)),
+        seconds_text(step.latency_s),
+        bytes_text(step.kv_bytes_used),
+        _recompute_cell(step),
+    ]
+    if gains:
+        cells.append(_gain(step.recompute_s, step.latency_s))
+    return cells
+
+
+def _recompute_cell(step: Step) -> str:
+    if step.recompute_s is None:
+        return "-"
+    mark = "~" if step.recompute_source == "fitted" else ""
+    return mark + seconds_text(step.recompute_s)
+
+
+def _gain(without_s: float | None, with_s: float) -> str:
+    return "-" if without_s is None or not with_s else f"{without_s / with_s:.1f}x"
+
+
+def _total_row(record: Generation, gains: bool) -> list[str | Text]:
+    latency = sum(step.latency_s for step in record.steps)
+    recompute_s = record.totals.recompute_s if record.totals else None
+    fitted = any(step.recompute_source == "fitted" for step in record.steps)
+    cells: list[str | Text] = [
+        "total",
+        f"{len(record.steps):,} tokens",
+        seconds_text(latency),
+        bytes_text(record.steps[-1].kv_bytes_used),
+        "-" if recompute_s is None else ("~" if fitted else "") + seconds_text(recompute_s),
+    ]
+    if gains:
+        cells.append(_gain(recompute_s, latency))
+    return cells
+
+
+def _footer(record: Generation) -> list[str]:
+    lines = []
+    totals = record.totals
+    if totals is not None:
+        parts = [f"prefill {seconds_text(totals.prefill_s)}", f"TTFT {seconds_text(totals.ttft_s)}"]
+        if totals.tpot_s:
+            rate = f"{1 / totals.tpot_s:.1f} tokens/s"
+            parts.append(f"TPOT {seconds_text(totals.tpot_s)} ({rate})")
+        parts.append(f"load {seconds_text(totals.load_s)}")
+        lines.append(", ".join(parts))
+    lines += _memory_lines(record)
+    if any(step.recompute_source == "fitted" for step in record.steps):
+        measured = sum(step.recompute_source == "measured" for step in record.steps)
+        lines.append(f"~ fitted to {measured} measured positions")
+    lines += record.notes
+    lines.append(check_line(record))
+    return lines
+
+
+def _memory_lines(record: Generation) -> list[str]:
+    lines = []
+    if record.cached and record.steps:
+        last = record.steps[-1]
+        agrees = "=" if last.kv_bytes_used == record.kv_bytes_formula else "but"
+        lines.append(
+            f"KV cache: {last.kv_bytes_used:,} bytes used {agrees} formula "
+            f"{record.kv_bytes_formula:,}, {last.kv_bytes_allocated:,} allocated"
+        )
+    shares = [s.bandwidth_share for s in record.steps[1:] if s.bandwidth_share is not None]
+    bandwidth = record.environment.bandwidth_bytes_per_s
+    if shares and bandwidth:
+        lines.append(
+            f"decode read at {sum(shares) / len(shares):.0%} of the measured memory bandwidth "
+            f"({bandwidth / 1e9:.1f} GB/s)"
+        )
+    return lines
+
+
+def check_line(record: Generation) -> str:
+    """What the check against the uncached forward found, in one line."""
+    check, count = record.check, len(record.steps)
+    if not record.cached:
+        return "no cache in use: every step forwarded the whole prefix"
+    if check is None:
+        return "not checked against the uncached model"
+    what = f"checked at {len(check.steps)} of {count} positions: "
+    difference = f"max |Δlogit| {check.max_abs_logit_difference:.1e}"
+    if check.verdict == "exact":
+        return f"{what}identical, {difference}"
+    if check.verdict == "tolerance":
+        return f"{what}same within {check.tolerance:.1e}, {difference}, but a near tie fell otherwise"
+    return f"{what}BROKEN, {difference} where {check.tolerance:.1e} is accepted"

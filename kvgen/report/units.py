@@ -1,0 +1,54 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def bytes_text(count: float) -> str:
+    """Bytes in the largest binary unit that keeps at least 1 before the point: ``45.0 KiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds with three figures in a unit that fits: ``47.3 ms``, ``1.52 s``."""
+    for scale, unit in ((1.0, "s"), (1e3, "ms")):
+        value = seconds * scale
+        if value >= 1:
+            return f"{_three_figures(value)} {unit}"
+    return f"{_three_figures(seconds * 1e6)} µs"
+
+
+def _three_figures(value: float) -> str:
+    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{decimals}f}"
+
+
+def visible(text: str) -> str:
+    """``text`` with control characters, escape included, spelled out so that none can act."""
+    return "".join(c if c.isprintable() else _escaped(c) for c in text)
+
+
+def visible_lines(text: str) -> str:
+    """As ``visible``, but line breaks and tabs stay what they are."""
+    return "".join(c if c.isprintable() or c in "\n\t" else _escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    if ord(character) > 127 and _joins(character):
+        return character
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def _joins(character: str) -> bool:
+    """Characters that are not printable by themselves but belong to ordinary text."""
+    import unicodedata
+
+    # Joiners of emoji and scripts (Cf), and spaces other than the plain one (Zs).
+    return unicodedata.category(character) in ("Zs", "Cf") and character not in _BIDI_CONTROLS
+
+
+# They reorder what stands around them, beyond their own line's text.
+_BIDI_CONTROLS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
