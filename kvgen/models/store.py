@@ -1,0 +1,211 @@
+"""The user's cache of converted models: where it is, locks, atomic publishing.
+
+Imports platformdirs and filelock, nothing of torch or transformers.
+
+Layout, under KVGEN_CACHE_DIR or the system's per-user cache folder::
+
+    gguf/hashes.json            file path, size and times -> content hash, to skip re-hashing
+    gguf/<sha256>-v<N>/         a complete conversion; present means complete
+    gguf/<sha256>-v<N>.lock     held while converting
+    gguf/<sha256>-v<N>.tmp-*/   a conversion under way, or left by a killed process
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from kvgen.models.types import ProgressCallback, no_progress
+
+ENVIRONMENT_VARIABLE = "KVGEN_CACHE_DIR"
+CONVERTER_VERSION = 1  # raise it when converted folders change, so that old ones are not used
+MANIFEST = "kvgen.json"
+_TEMPORARY = ".tmp-"
+
+logger = logging.getLogger("kvgen")
+
+
+def cache_root() -> Path:
+    """The folder kvgen keeps converted models in. It may not exist yet."""
+    chosen = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
+    if chosen:
+        return Path(chosen).expanduser()
+    from platformdirs import user_cache_path
+
+    return user_cache_path("kvgen", appauthor=False)
+
+
+def find_converted(sha256: str) -> Path | None:
+    """The complete conversion of the GGUF file with this content hash, if there is one."""
+    folder = _folder(sha256)
+    return folder if _is_complete(folder) else None
+
+
+def publish(
+    sha256: str,
+    write: Callable[[Path], None],
+    progress: ProgressCallback = no_progress,
+) -> Path:
+    """The converted folder for ``sha256``, made with ``write(folder)`` if it is not there yet.
+
+    However many processes ask at once, one writes and the others wait for it. Readers see the
+    whole folder or none: it is written beside its place, flushed, and renamed. Raises OSError when
+    the cache cannot be written, and whatever ``write`` raises; neither leaves anything behind.
+    """
+    from filelock import FileLock, Timeout
+
+    folder = _folder(sha256)
+    _make_private(folder.parent)
+    lock = FileLock(f"{folder}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        progress("waiting for another kvgen to convert this model", 0, 0)
+        lock.acquire()
+    try:
+        if _is_complete(folder):
+            return folder
+        _remove_abandoned(folder.parent, own=folder)
+        _write_then_rename(folder, write)
+    finally:
+        lock.release()
+    return folder
+
+
+def write_manifest(folder: Path) -> None:
+    """Record the size of every file in the folder, so that damage shows later."""
+    sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+    manifest = {"converter": CONVERTER_VERSION, "files": sizes}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def content_hash(path: Path) -> str:
+    """SHA-256 of a file's content, remembered by its path, size and times."""
+    status = path.stat()
+    # The change time is part of the key because a replaced file can carry its old modified time.
+    stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    index = cache_root() / "gguf" / "hashes.json"
+    known = _read_index(index)
+    key = str(path.resolve())
+    entry = known.get(key)
+    if isinstance(entry, dict) and entry.get("stamp") == stamp and _is_hash(entry.get("sha256")):
+        return str(entry["sha256"])
+    digest = _hash_file(path)
+    _write_index(index, {**known, key: {"stamp": stamp, "sha256": digest}})
+    return digest
+
+
+def _folder(sha256: str) -> Path:
+    return cache_root() / "gguf" / f"{sha256}-v{CONVERTER_VERSION}"
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether every file the manifest names is there with its size."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        return all((folder / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _make_private(folder: Path) -> None:
+    """Create the folder and its missing parents for this user only."""
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(exist_ok=True, mode=0o700)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"{folder} is not writable")
+
+
+def _write_then_rename(folder: Path, write: Callable[[Path], None]) -> None:
+    temporary = Path(tempfile.mkdtemp(prefix=folder.name + _TEMPORARY, dir=folder.parent))
+    try:
+        write(temporary)
+        write_manifest(temporary)
+        for file in temporary.iterdir():
+            _flush(file)
+        if folder.exists():  # damaged: it would have been used otherwise
+            shutil.rmtree(folder)
+        os.replace(temporary, folder)
+        _flush_folder(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_abandoned(parent: Path, own: Path) -> None:
+    """Delete conversions that a killed process left; called while holding ``own``'s lock."""
+    from filelock import FileLock, Timeout
+
+    for temporary in parent.glob(f"*{_TEMPORARY}*"):
+        key = temporary.name.partition(_TEMPORARY)[0]
+        if key == own.name:  # only the holder of our lock writes these, and that is us
+            shutil.rmtree(temporary, ignore_errors=True)
+            continue
+        try:
+            with FileLock(parent / f"{key}.lock", timeout=0):
+                shutil.rmtree(temporary, ignore_errors=True)
+        except (OSError, Timeout):
+            continue  # somebody is writing it
+
+
+def _flush(file: Path) -> None:
+    """Have the system write a file to disk, so that the rename cannot outrun its content."""
+    with file.open("r+b") as opened:
+        os.fsync(opened.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    """The same for a folder's entries, on the systems that can open one."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        logger.debug("cannot flush %s: %s", folder, error)
+    finally:
+        os.close(descriptor)
+
+
+def _hash_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _is_hash(text: object) -> bool:
+    return isinstance(text, str) and len(text) == 64 and set(text) <= set("0123456789abcdef")
+
+
+def _read_index(index: Path) -> dict[str, object]:
+    try:
+        known = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _write_index(index: Path, known: dict[str, object]) -> None:
+    """Replace the index; losing it, or another process's entry, only costs a hash later."""
+    try:
+        _make_private(index.parent)
+        descriptor, temporary = tempfile.mkstemp(prefix="hashes.", dir=index.parent)
+    except OSError as error:
+        logger.debug("cannot write %s: %s", index, error)
+        return
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(known, file)
+        os.replace(temporary, index)
+    except OSError as error:
+        logger.debug("cannot write %s: %s", index, error)
+        Path(temporary).unlink(missing_ok=True)

@@ -1,0 +1,43 @@
+"""Loads a model's tokenizer. Imports transformers inside the function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvgen.errors import ModelError
+from kvgen.models.failures import failing_as_model_error
+from kvgen.models.quiet import quiet_libraries
+from kvgen.models.types import LoadOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Any one of these carries a vocabulary.
+_VOCABULARIES = (
+    "tokenizer.json",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "*.model",
+    "*.tiktoken",
+)
+
+
+def load_tokenizer(folder: Path, name: str, options: LoadOptions) -> PreTrainedTokenizerBase:
+    """The tokenizer in a model folder; ModelError when there is none or it cannot be read."""
+    has_vocabulary = any(any(folder.glob(pattern)) for pattern in _VOCABULARIES)
+    # transformers makes an empty tokenizer of some types when the files are absent.
+    if not has_vocabulary and not (options.trust_remote_code and any(folder.glob("*.py"))):
+        raise ModelError(f"{name}: no tokenizer in the model folder (such as tokenizer.json)")
+    from transformers import AutoTokenizer
+
+    with failing_as_model_error(f"{name}: cannot read the tokenizer"), quiet_libraries():
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder),
+            trust_remote_code=options.trust_remote_code,
+            local_files_only=options.offline or not options.trust_remote_code,
+        )
+    if len(tokenizer) == 0:
+        raise ModelError(f"{name}: the tokenizer has no vocabulary")
+    return tokenizer

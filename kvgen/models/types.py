@@ -1,0 +1,77 @@
+"""The records that cross the models room's door. Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+ProgressCallback = Callable[[str, int, int], None]
+"""Called with what is being done, how much is done and the total, in that work's own unit."""
+
+SourceKind = Literal["folder", "hub", "gguf"]
+
+
+def no_progress(_what: str, _done: int, _total: int) -> None:
+    """The callback used when nobody listens."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What the user asked for. ``model=None`` means the default model."""
+
+    model: str | None = None
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    trust_remote_code: bool = False
+    offline: bool = False
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What a model name was resolved to.
+
+    ``path`` is a folder with safetensors, except for a GGUF file that is still to be converted,
+    where it is the file. ``revision`` is the Hub commit; ``sha256`` the GGUF file's content hash.
+    """
+
+    name: str
+    kind: SourceKind
+    path: Path
+    revision: str | None = None
+    sha256: str | None = None
+
+    @property
+    def needs_conversion(self) -> bool:
+        """Whether ``path`` is a GGUF file rather than a loadable folder."""
+        return self.kind == "gguf" and not self.path.is_dir()
+
+
+@dataclass
+class LoadedModel:
+    """A model ready to run: evaluation mode, on its device, no gradients.
+
+    ``config`` is the text decoder's. ``stop_ids`` is the union of every end-of-text id that the
+    tokenizer, the configuration and the generation configuration name. ``context_limit`` counts
+    tokens, None when the model has no limit. ``load_s`` covers configuration, weights and the move
+    to the device; ``tokenizer_s`` the tokenizer; ``convert_s`` a GGUF conversion, 0 when none ran.
+    All three are seconds.
+    """
+
+    source: ModelSource
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    device: torch.device
+    stop_ids: frozenset[int]
+    context_limit: int | None
+    load_s: float
+    tokenizer_s: float
+    convert_s: float = 0.0
