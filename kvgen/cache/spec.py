@@ -3,7 +3,7 @@ transformers, so sizes can be predicted from a configuration alone.
 
 The byte formula for one attention layer holding ``t`` tokens of a batch of ``b`` sequences is
 
-    b × t × num_key_value_heads × (key_dim + value_dim) × itemsize
+    b * t * num_key_value_heads * (key_dim + value_dim) * itemsize
 
 with ``itemsize`` bytes per stored number. Queries are not in it: no later token reads them.
 """
@@ -109,14 +109,8 @@ def _window(config: Any, kind: str) -> int | None:
 
 def _get(config: Any, *names: str) -> Any:
     """The first of ``names`` that the configuration sets, or None."""
-    for name in names:
-        if isinstance(config, Mapping):
-            value = config.get(name)
-        else:
-            value = getattr(config, name, None)
-        if value is not None:
-            return value
-    return None
+    read = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
+    return next((value for name in names if (value := read(name)) is not None), None)
 
 
 def _int(config: Any, *names: str) -> int | None:

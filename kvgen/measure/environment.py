@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import kvgen
-from kvgen.measure.records import Environment, ModelFacts
+from kvgen.measure.records import Environment
 
 
 def cpu_name() -> str:

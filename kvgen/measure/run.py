@@ -7,7 +7,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+import torch
 
 from kvgen.cache.manager import KVCache
 from kvgen.cache.spec import specs_from_config, total_bytes
@@ -18,8 +20,8 @@ from kvgen.engine.sampling import Sampler, SamplingOptions
 from kvgen.engine.text import IncrementalText, StopStrings
 from kvgen.measure.clock import Clock, DeviceClock
 from kvgen.measure.environment import environment
-from kvgen.measure.records import Generation, ModelFacts, Step, Totals
 from kvgen.measure.recompute import KeptLogits, fill_in, recompute
+from kvgen.measure.records import Generation, ModelFacts, Step, Totals
 from kvgen.measure.roofline import WeightReads, measured_bandwidth
 from kvgen.models import LoadedModel
 from kvgen.storage import cache_folder
@@ -70,16 +72,14 @@ class GenerationRun:
         self._weights = WeightReads(loaded.model)
         self._cache = KVCache(specs_from_config(loaded.config)) if options.cached else None
         sampler = Sampler(options.sampling)
-        self._decoder = Decoder(
-            self._forward, ids, sampler, self._cache, options.prefill_chunk
-        )
+        self._decoder = Decoder(self._forward, ids, sampler, self._cache, options.prefill_chunk)
         self._text = IncrementalText(loaded.tokenizer, ids)
         self._stops = StopStrings(options.stop)
         self._kept = KeptLogits(self._kept_limit(wanted))
         self._detokenize_s = 0.0
+        bandwidth = measured_bandwidth(loaded.device, torch.get_num_threads(), cache_folder())
         if options.warmup:
             self._warm_up(ids)
-        bandwidth = measured_bandwidth(loaded.device, _threads(), cache_folder())
         self.record = Generation(
             model=_model_facts(loaded, self._weights.total, self._cache),
             environment=environment(loaded.model, loaded.device, self._dtype, bandwidth),
@@ -209,9 +209,7 @@ class GenerationRun:
         fill_in(record.steps, found.measured_s)
         record.check = found.check
         if found.out_of_time:
-            record.notes.append(
-                "recomputing stopped at its time budget; --recompute all has none"
-            )
+            record.notes.append("recomputing stopped at its time budget; --recompute all has none")
 
     def _totals(self) -> Totals:
         steps = self.record.steps
@@ -246,9 +244,3 @@ def _model_facts(loaded: LoadedModel, weight_bytes: int, cache: KVCache | None) 
         context_limit=loaded.context_limit,
         kv_bytes_per_token=per_token,
     )
-
-
-def _threads() -> int:
-    import torch
-
-    return int(torch.get_num_threads())

@@ -41,12 +41,21 @@ def step_line(step: Step) -> dict[str, Any]:
 def result_line(record: Generation) -> dict[str, Any]:
     """The last JSON line: totals, check, and each step's recompute cost."""
     document = generation_document(record)
-    fields = ("text", "finish_reason", "stop_string", "kv_bytes_formula", "totals", "check", "notes")
+    fields = (
+        "text",
+        "finish_reason",
+        "stop_string",
+        "kv_bytes_formula",
+        "totals",
+        "check",
+        "notes",
+    )
     recompute = [
         {"index": s.index, "recompute_s": s.recompute_s, "recompute_source": s.recompute_source}
         for s in record.steps
     ]
-    return {"type": "result"} | {name: document[name] for name in fields} | {"recompute": recompute}
+    late = {name: value for name, value in document.items() if name not in early}
+    return {"type": "result"} | late | {"recompute": recompute}
 
 
 def to_json(document: dict[str, Any], indent: int | None = None) -> str:
@@ -55,7 +64,7 @@ def to_json(document: dict[str, Any], indent: int | None = None) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Numbers that JSON cannot hold become strings that say what they were."""
+    """Numbers that JSON cannot hold become null."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

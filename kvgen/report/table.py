@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvgen.report.units import bytes_text, seconds_text, visible
 from kvgen.measure.records import Generation, Step
+from kvgen.report.units import bytes_text, seconds_text, visible
 
 _FIRST_ROWS = 5
 _LAST_ROWS = 3
@@ -33,20 +33,14 @@ def print_generation(record: Generation, console: Console, trace: bool = False) 
         console.print(Text(line))
 
 
-def shown_steps(count: int) -> list[int | None]:
-    """Which of ``count`` steps to show, ``None`` for a gap: the first, the last, some between."""
+def shown_steps(count: int) -> list[int]:
+    """Which of ``count`` steps to show: the first, the last, and evenly spaced ones between."""
     if count <= _FIRST_ROWS + _MIDDLE_ROWS + _LAST_ROWS:
         return list(range(count))
     begin, end = _FIRST_ROWS, count - _LAST_ROWS
-    gap = (end - begin) / (_MIDDLE_ROWS + 1)
-    middle = sorted({begin + round(gap * k) for k in range(1, _MIDDLE_ROWS + 1)})
-    wanted = [*range(begin), *middle, *range(end, count)]
-    rows: list[int | None] = []
-    for index in wanted:
-        if rows and index != wanted[len([r for r in rows if r is not None]) - 1] + 1:
-            rows.append(None)
-        rows.append(index)
-    return rows
+    spacing = (end - begin) / (_MIDDLE_ROWS + 1)
+    middle = {begin + round(spacing * k) for k in range(1, _MIDDLE_ROWS + 1)}
+    return sorted({*range(begin), *middle, *range(end, count)})
 
 
 def _header(record: Generation) -> list[str]:
@@ -73,9 +67,6 @@ def _table(record: Generation, trace: bool) -> Table:
         table.add_column("gain", justify="right")
     count = len(record.steps)
     for index in range(count) if trace else shown_steps(count):
-        if index is None:
-            table.add_row("", Text("..."))
-            continue
         table.add_row(*_row(record.steps[index], gains))
     table.add_section()
     table.add_row(*_total_row(record, gains), style="bold")
@@ -177,5 +168,7 @@ def check_line(record: Generation) -> str:
     if check.verdict == "exact":
         return f"{what}identical, {difference}"
     if check.verdict == "tolerance":
-        return f"{what}same within {check.tolerance:.1e}, {difference}, but a near tie fell otherwise"
+        return (
+            f"{what}same within {check.tolerance:.1e}, {difference}, but a near tie fell otherwise"
+        )
     return f"{what}BROKEN, {difference} where {check.tolerance:.1e} is accepted"

@@ -1,0 +1,5 @@
+"""``python -m kvgen``."""
+
+from kvgen.cli.main import main
+
+main()
