@@ -109,8 +109,12 @@ def _window(config: Any, kind: str) -> int | None:
 
 def _get(config: Any, *names: str) -> Any:
     """The first of ``names`` that the configuration sets, or None."""
-    read = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
-    return next((value for name in names if (value := read(name)) is not None), None)
+    for name in names:
+        is_mapping = isinstance(config, Mapping)
+        value = config.get(name) if is_mapping else getattr(config, name, None)
+        if value is not None:
+            return value
+    return None
 
 
 def _int(config: Any, *names: str) -> int | None:

@@ -41,15 +41,7 @@ def step_line(step: Step) -> dict[str, Any]:
 def result_line(record: Generation) -> dict[str, Any]:
     """The last JSON line: totals, check, and each step's recompute cost."""
     document = generation_document(record)
-    fields = (
-        "text",
-        "finish_reason",
-        "stop_string",
-        "kv_bytes_formula",
-        "totals",
-        "check",
-        "notes",
-    )
+    early = set(run_line(record)) | {"prompt", "prompt_ids", "prefill_chunk", "steps"}
     recompute = [
         {"index": s.index, "recompute_s": s.recompute_s, "recompute_source": s.recompute_source}
         for s in record.steps
