@@ -1,16 +1,20 @@
 """From token ids to text, piece by piece: never half a character, never a stop string.
 
-Knows a tokenizer's ``decode`` only.
+Knows two verbs of a tokenizer only.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Protocol
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 # Ids of the prompt that give the first new token its context (leading spaces, joined bytes).
 _CONTEXT = 6
+# SentencePiece's tokens for single bytes. A run of them is decoded as one: if any byte of it does
+# not fit, none does, so what a run says is known only when it has ended.
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer(Protocol):
@@ -18,6 +22,9 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = ...) -> str:
         """Text of ``ids``."""
+
+    def convert_ids_to_tokens(self, ids: int) -> str | None:
+        """The vocabulary's entry for one id."""
 
 
 class IncrementalText:
@@ -37,6 +44,8 @@ class IncrementalText:
     def push(self, token_id: int) -> str:
         """The text that ``token_id`` completes; empty while a character is unfinished."""
         self._pending.append(token_id)
+        if _BYTE.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or ""):
+            return ""
         text = self._new_text()
         return "" if text.endswith(_UNFINISHED) else self._release(text)
 
