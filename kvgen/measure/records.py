@@ -140,7 +140,7 @@ class Generation:
     prefill_chunk: int | None
     sampling: dict[str, float | int | None]
     text: str = ""
-    finish_reason: Literal["length", "end", "stop", "interrupted", "error"] = "length"
+    finish_reason: Literal["length", "end", "stop", "interrupted"] = "length"
     stop_string: str | None = None
     kv_bytes_formula: int = 0
     """What the formula gives for the tokens in the cache at the end."""

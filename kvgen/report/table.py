@@ -19,7 +19,6 @@ _ENDINGS = {
     "end": "the model ended its text",
     "stop": "stop string",
     "interrupted": "interrupted",
-    "error": "stopped by an error",
 }
 
 
