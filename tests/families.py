@@ -349,8 +349,8 @@ def _fields(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
     """Field name -> default value, as the class declares them."""
     fields = {}
     for field in dataclasses.fields(config_class):
-        has_factory = field.default_factory is not dataclasses.MISSING
-        fields[field.name] = field.default_factory() if has_factory else field.default
+        factory = field.default_factory
+        fields[field.name] = field.default if factory is dataclasses.MISSING else factory()
     return fields
 
 
@@ -400,14 +400,14 @@ def _tiny(config_class: type[PreTrainedConfig], fields: dict[str, Any]) -> PreTr
                 small[name] = _tiny(type(part), fields.get(name, {}))
         fields = {key: value for key, value in fields.items() if key not in default.sub_configs}
     small |= fields
-    count = next((name for name in LAYER_COUNTS if name in names), None)
-    layer_list = next((name for name in LAYER_LISTS if name in names), None)
-    if layer_list is not None and layer_list not in small:
+    count = next((name for name in LAYER_COUNTS if name in names), "")
+    layer_list = next((name for name in LAYER_LISTS if name in names), "")
+    if layer_list and layer_list not in small:
         without_count = {name: value for name, value in small.items() if name != count}
         layers = getattr(config_class(**without_count), layer_list)
         if layers:
             small[layer_list] = _every_kind(list(layers))
-    if count is not None:
+    if count:
         small.setdefault(count, len(small.get(layer_list, ())) or 3)
     if "mlp_layer_types" in names and "mlp_layer_types" not in small:
         kinds = list(dict.fromkeys(config_class().mlp_layer_types or []))
@@ -442,12 +442,12 @@ def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> PreTrainedMo
     return model.eval()
 
 
-@torch.no_grad()
 def redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Draw every parameter of `model` anew, in the ranges that `tiny_model` describes."""
     head = getattr(model.get_output_embeddings(), "weight", None)
     embeddings = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
-    for name, weight in model.named_parameters():
+    for name, parameter in model.named_parameters():
+        weight = parameter.data
         noise = torch.randn(weight.shape, generator=generator)
         if weight.ndim < 2 or name.endswith("A_log"):
             weight.add_(0.1 * noise)
@@ -455,12 +455,11 @@ def redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
         if min(weight.shape[-2:]) > 8:  # else every hidden state shares one large direction
             noise -= noise.mean(-1, keepdim=True)
             noise -= noise.mean(-2, keepdim=True)
-        if weight is head:
-            weight.copy_(3 * noise / math.sqrt(weight.shape[-1]))
-        elif id(weight) in embeddings:
-            weight.copy_(noise)
-        else:
-            weight.copy_(noise / math.sqrt(weight[0].numel()))
+        if parameter is head:
+            noise *= 3 / math.sqrt(weight.shape[-1])
+        elif id(parameter) not in embeddings:
+            noise /= math.sqrt(weight[0].numel())
+        weight.copy_(noise)
 
 
 FAMILIES: dict[str, Family] = {
