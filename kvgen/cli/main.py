@@ -14,6 +14,7 @@ import typer
 
 from kvgen import __version__
 from kvgen.cli.generate import generate
+from kvgen.cli.streams import ReaderLeftError
 from kvgen.errors import KvgenError
 
 INTERRUPTED = 130
@@ -57,8 +58,8 @@ def run(arguments: list[str]) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
-    except BrokenPipeError:
-        return _reader_left()
+    except ReaderLeftError:
+        return _end_quietly()
     except KvgenError as error:
         if debug:
             raise
@@ -83,8 +84,7 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _reader_left() -> int:
-    """Whoever read stdout has closed it, as ``head`` does: end quietly."""
+def _end_quietly() -> int:
     # Python flushes stdout once more at exit; give that flush somewhere to go.
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -26,13 +26,21 @@ def option(name: str, *others: str, **settings: Any) -> Any:
 
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     if path is not None:
-        known = [str(p.name) for p in context.command.params if p.name not in ("config", "help")]
+        known = {
+            long.removeprefix("--"): str(parameter.name)
+            for parameter in context.command.params
+            for long in parameter.opts
+            if long.startswith("--") and long not in ("--config", "--help")
+        }
         context.default_map = config_values(path, str(context.info_name), known)
     return path
 
 
-def config_values(path: Path, command: str, known: list[str]) -> dict[str, Any]:
-    """Option values by parameter name. Raises ``UsageError`` for an unknown key."""
+def config_values(path: Path, command: str, known: dict[str, str]) -> dict[str, Any]:
+    """Option values by parameter name; ``known`` maps option names to these.
+
+    Raises ``UsageError`` for an unknown key.
+    """
     table = _load_toml(path)
     own = table.get(command, {})
     if not isinstance(own, dict):
@@ -40,13 +48,11 @@ def config_values(path: Path, command: str, known: list[str]) -> dict[str, Any]:
     common = {key: value for key, value in table.items() if not isinstance(value, dict)}
     values = {}
     for key, value in (common | own).items():
-        name = key.replace("-", "_")
+        name = key.replace("_", "-")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0)
-            raise UsageError(
-                f"{path}: unknown option {key!r}; the nearest is {near[0].replace('_', '-')!r}"
-            )
-        values[name] = value
+            raise UsageError(f"{path}: unknown option {key!r}; the nearest is {near[0]!r}")
+        values[known[name]] = value
     return values
 
 

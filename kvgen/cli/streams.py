@@ -13,6 +13,10 @@ from kvgen.report.units import visible_lines
 from kvgen.storage import write_atomically
 
 
+class ReaderLeftError(Exception):
+    """Whoever read stdout has closed it, as ``head`` does. No error: nobody wants the rest."""
+
+
 class Output:
     """Where a command's result goes: stdout piece by piece, or a file, whole, at the end.
 
@@ -30,13 +34,16 @@ class Output:
             raise UsageError(f"cannot write {path}: its folder must exist, and it must be a file")
 
     def write(self, text: str) -> None:
-        """Add ``text``; on stdout it is visible at once."""
+        """Add ``text``; on stdout it is visible at once. Raises ``ReaderLeftError``."""
         if self._path is not None:
             self._kept.append(text)
             return
-        shown = visible_lines(text) if self._terminal else text
-        self._stream.write(shown)
-        self._stream.flush()
+        try:
+            self._stream.write(visible_lines(text) if self._terminal else text)
+            self._stream.flush()
+        except BrokenPipeError as error:
+            # Under a name of our own: the argument parser has another opinion on broken pipes.
+            raise ReaderLeftError from error
 
     def end_line(self) -> None:
         """End the text with a line break where a person reads it."""
