@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from tiny import END, byte_alphabet
 
+GGUF_VOCAB = 258
+
 _LAYER_NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -27,7 +29,11 @@ _TOP_NAMES = {
 
 
 def write_tiny_gguf(path: Path, model: Any, *, leave_out: str = "") -> None:
-    """Write ``model`` (a tiny Llama) as GGUF, without the tensors whose name has ``leave_out``."""
+    """Write ``model`` as GGUF, without the tensors whose name starts with ``leave_out``.
+
+    The model is a tiny Llama of GGUF_VOCAB tokens: the tiny tokenizer's and one merge, which a
+    GGUF tokenizer of this kind must have.
+    """
     import gguf
 
     config = model.config
@@ -41,16 +47,16 @@ def write_tiny_gguf(path: Path, model: Any, *, leave_out: str = "") -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    tokens = [*byte_alphabet(), END]
+    tokens = [*byte_alphabet(), END, "th"]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
-    writer.add_token_types([1] * 256 + [3])
+    writer.add_token_types([1] * 256 + [3, 1])
     writer.add_token_merges(["t h"])
     writer.add_bos_token_id(256)
     writer.add_eos_token_id(256)
     for name, tensor in model.state_dict().items():
         gguf_name = _gguf_name(name)
-        if leave_out and leave_out in gguf_name:
+        if leave_out and gguf_name.startswith(leave_out):
             continue
         writer.add_tensor(gguf_name, _reordered(gguf_name, tensor.float().numpy(), config))
     writer.write_header_to_file()
