@@ -28,7 +28,7 @@ _TOP_NAMES = {
 }
 
 
-def write_tiny_gguf(path: Path, model: Any, *, leave_out: str = "") -> None:
+def write_tiny_gguf(path: Path, model: Any, *, leave_out: str = "", pre: str = "") -> None:
     """Write ``model`` as GGUF, without the tensors whose name starts with ``leave_out``.
 
     The model is a tiny Llama of GGUF_VOCAB tokens: the tiny tokenizer's and one merge, which a
@@ -49,6 +49,8 @@ def write_tiny_gguf(path: Path, model: Any, *, leave_out: str = "") -> None:
     writer.add_vocab_size(config.vocab_size)
     tokens = [*byte_alphabet(), END, "th"]
     writer.add_tokenizer_model("gpt2")
+    if pre:
+        writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([1] * 256 + [3, 1])
     writer.add_token_merges(["t h"])

@@ -17,6 +17,7 @@ from tiny import END, save_tiny_llama
 
 from kvgen.errors import ModelError
 from kvgen.models import LoadOptions, gguf, load_model, resolve, store
+from kvgen.models.gguf_tokenizer import build_tokenizer
 
 ROOT = Path(__file__).parent.parent
 
@@ -57,6 +58,41 @@ def test_settings_and_tokenizer_come_through(file: Path) -> None:
     text = "Time flies, na\u00efve \u6642"
     ids = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
     assert loaded.tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces", "starts_with_bos"),
+    [
+        ("", ["A", "Ġ123", "th", "'ll", "Ċ"], False),
+        ("gpt-2", ["A", "Ġ123", "th", "'ll", "Ċ"], False),
+        ("smollm", ["A", "Ġ", "1", "2", "3", "th", "'ll", "Ċ"], False),
+        ("qwen2", ["A", "Ġ", "1", "2", "3", "th", "'ll", "Ċ"], False),
+        ("llama-bpe", ["A", "Ġ", "123", "th", "'ll", "Ċ"], True),
+    ],
+)
+def test_text_is_split_as_the_file_says(
+    tmp_path: Path, tiny: Any, pre: str, pieces: list[str], starts_with_bos: bool
+) -> None:
+    from gguf import GGUFReader
+
+    write_tiny_gguf(tmp_path / "pre.gguf", tiny, pre=pre)
+    tokenizer = build_tokenizer(GGUFReader(str(tmp_path / "pre.gguf")))
+    assert tokenizer is not None
+    text = "A 123th'll\n"
+    split = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert [piece for piece, _ in split] == pieces
+    ids = tokenizer(text)["input_ids"]
+    assert (ids[0] == 256) == starts_with_bos
+    assert 257 in ids  # the one merge
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert tokenizer(f"x{END}")["input_ids"][-1] == 256
+
+
+def test_other_kinds_of_tokenizer_are_left_to_transformers(tmp_path: Path, tiny: Any) -> None:
+    from gguf import GGUFReader
+
+    write_tiny_gguf(tmp_path / "pre.gguf", tiny, pre="another")
+    assert build_tokenizer(GGUFReader(str(tmp_path / "pre.gguf"))) is None
 
 
 def test_tied_embeddings_need_no_output_tensor(tmp_path: Path) -> None:
@@ -221,5 +257,6 @@ def test_the_default_model_converts_and_knows_its_language(
     assert load_model(LoadOptions(device="cpu")).convert_s == 0
     assert (loaded.context_limit, loaded.stop_ids) == (8192, {2})
     assert loaded.config.num_hidden_layers == 30
+    assert (len(loaded.tokenizer), loaded.tokenizer("hi 12")["input_ids"][-2:]) == (49152, [33, 34])
     ids = loaded.tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
     assert loaded.tokenizer.decode(loaded.model(ids).logits[0, -1].argmax()) == " Paris"
