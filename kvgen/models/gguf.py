@@ -33,7 +33,7 @@ logger = logging.getLogger("kvgen")
 _SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
 _FULL = re.compile(r"no space left|disk quota|os error 28\b|os error 122\b", re.IGNORECASE)
 # Percent of the whole at which each stage ends, as measured for a 135M model.
-_CONFIG_DONE, _TENSORS_DONE, _WRITTEN, _TOKENIZER_DONE = 15, 65, 75, 95
+_CONFIG_DONE, _TENSORS_DONE, _WRITTEN, _TOKENIZER_DONE = 60, 85, 90, 95
 
 
 def convert(
@@ -74,7 +74,8 @@ def convert(
 
 
 def _convert_for_this_run(write: Callable[[Path], None]) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="kvgen-"))
+    with failing_as_model_error("no temporary folder to convert in"):
+        folder = Path(tempfile.mkdtemp(prefix="kvgen-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     write(folder)
     return folder
