@@ -23,6 +23,7 @@ from kvgen.errors import ModelError
 from kvgen.models import store
 from kvgen.models.causal import build_skeleton
 from kvgen.models.failures import failing_as_model_error, one_line
+from kvgen.models.gguf_tokenizer import build_tokenizer
 from kvgen.models.quiet import quiet_libraries
 from kvgen.models.types import ModelSource, ProgressCallback, no_progress
 from kvgen.models.weights import SINGLE_FILE
@@ -32,7 +33,7 @@ logger = logging.getLogger("kvgen")
 _SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
 _FULL = re.compile(r"no space left|disk quota|os error 28\b|os error 122\b", re.IGNORECASE)
 # Percent of the whole at which each stage ends, as measured for a 135M model.
-_CONFIG_DONE, _TENSORS_DONE, _WRITTEN, _TOKENIZER_DONE = 15, 65, 75, 95
+_CONFIG_DONE, _TENSORS_DONE, _WRITTEN, _TOKENIZER_DONE = 60, 85, 90, 95
 
 
 def convert(
@@ -73,7 +74,8 @@ def convert(
 
 
 def _convert_for_this_run(write: Callable[[Path], None]) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="kvgen-"))
+    with failing_as_model_error("no temporary folder to convert in"):
+        folder = Path(tempfile.mkdtemp(prefix="kvgen-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     write(folder)
     return folder
@@ -81,6 +83,7 @@ def _convert_for_this_run(write: Callable[[Path], None]) -> Path:
 
 def _write_folder(file: Path, folder: Path, name: str, progress: ProgressCallback) -> None:
     """Write config, weights and tokenizer of a GGUF file into an empty folder."""
+    import gguf
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoTokenizer
 
@@ -96,7 +99,9 @@ def _write_folder(file: Path, folder: Path, name: str, progress: ProgressCallbac
         save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
         del tensors  # hundreds of megabytes that the stages below do not need
         progress(what, _WRITTEN, 100)
-        tokenizer = AutoTokenizer.from_pretrained(**place, local_files_only=True)
+        tokenizer = build_tokenizer(gguf.GGUFReader(str(file)))
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(**place, local_files_only=True)
         tokenizer.save_pretrained(folder)
         config.architectures = [type(skeleton).__name__]
         config.dtype = "float32"

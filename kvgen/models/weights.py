@@ -74,13 +74,12 @@ def read_shard_names(index: Path, name: str) -> list[str]:
     weight_map = read_json_object(index, name).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{name}: {index.name} has no weight_map")
-    shards = set(weight_map.values())
-    for shard in shards:
+    for shard in weight_map.values():
         if not isinstance(shard, str) or not _stays_inside(shard):
             raise ModelError(f"{name}: {index.name} points outside the model folder: {shard!r}")
         if not shard.endswith(".safetensors"):
             raise ModelError(f"{name}: {index.name} names {shard!r}, which is not safetensors")
-    return sorted(shards)
+    return sorted(set(weight_map.values()))
 
 
 def _stays_inside(shard: str) -> bool:
