@@ -9,19 +9,26 @@ import os
 import tempfile
 from pathlib import Path
 
-from platformdirs import user_cache_path
+ENVIRONMENT_VARIABLE = "KVGEN_CACHE_DIR"
 
 
-def cache_folder() -> Path:
-    """The user's cache directory for kvgen; ``KVGEN_CACHE_DIR`` overrides it."""
-    chosen = os.environ.get("KVGEN_CACHE_DIR")
-    return Path(chosen).expanduser() if chosen else user_cache_path("kvgen")
+def cache_root() -> Path:
+    """The user's cache folder for kvgen. It may not exist yet."""
+    chosen = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
+    if chosen:
+        return Path(chosen).expanduser()
+    from platformdirs import user_cache_path
+
+    return user_cache_path("kvgen", appauthor=False)
 
 
-def private_folder(path: Path) -> Path:
-    """``path``, made if missing, readable by its owner alone. Raises ``OSError``."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return path
+def make_private(folder: Path) -> None:
+    """Create the folder and its missing parents for this user only. Raises ``OSError``."""
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(exist_ok=True, mode=0o700)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"{folder} is not writable")
 
 
 def write_atomically(path: Path, content: str) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
@@ -21,8 +21,6 @@ for name in [name for name in os.environ if name.startswith("KVGEN_")]:
 
 if TYPE_CHECKING:
     from kvgen.models import LoadedModel
-
-Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")
@@ -44,15 +42,36 @@ def smollm() -> LoadedModel:
     return load_model(LoadOptions(dtype="float32"))
 
 
-@pytest.fixture
-def cli() -> Cli:
-    """Run ``kvgen`` as a process of its own."""
+class Done(NamedTuple):
+    """What one command line left behind."""
 
-    def run(*arguments: str | Path, timeout: float = 120, **settings: object):  # type: ignore[no-untyped-def]
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Cli = Callable[..., Done]
+
+
+@pytest.fixture
+def process() -> Cli:
+    """Run ``kvgen`` as a process of its own. It takes seconds to start: for what needs it."""
+
+    def run(*arguments: str | Path, stdin: str = "", timeout: float = 120) -> Done:
         command = [sys.executable, "-m", "kvgen", *map(str, arguments)]
-        settings = {"stdin": subprocess.DEVNULL} | settings if "input" not in settings else settings
-        return subprocess.run(  # type: ignore[call-overload]
-            command, capture_output=True, text=True, timeout=timeout, **settings
-        )
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout)
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Run a ``kvgen`` command line in this process."""
+    from kvgen.cli.main import run as run_line
+
+    def run(*arguments: str | Path) -> Done:
+        code = run_line([str(argument) for argument in arguments])
+        return Done(code, *capsys.readouterr())
 
     return run

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -30,9 +29,9 @@ def one_line(stderr: str) -> str:
     return lines[0]
 
 
-def test_text_alone_is_on_stdout_and_the_table_on_stderr(cli: Cli, tiny_folder: Path) -> None:
-    done = cli("generate", "Time", "-m", tiny_folder, "-n", "20", "--ignore-eos")
-    plain = cli("generate", "Time", "-m", tiny_folder, "-n", "20", "--ignore-eos", "--quiet")
+def test_text_alone_is_on_stdout_and_the_table_on_stderr(process: Cli, tiny_folder: Path) -> None:
+    done = process("generate", "Time", "-m", tiny_folder, "-n", "20", "--ignore-eos")
+    plain = process("generate", "Time", "-m", tiny_folder, "-n", "20", "--ignore-eos", "--quiet")
     assert done.returncode == plain.returncode == 0
     assert done.stdout == plain.stdout != ""
     assert plain.stderr == ""
@@ -47,8 +46,8 @@ def test_no_line_of_the_table_is_wider_than_80_columns(cli: Cli, tiny_folder: Pa
     assert sum(line.lstrip()[:1].isdigit() for line in done.stderr.splitlines()) >= 40
 
 
-def test_the_json_document_fits_its_schema(cli: Cli, tiny_folder: Path) -> None:
-    done = cli("generate", "Time", "-m", tiny_folder, "-n", "12", "--ignore-eos", "-f", "json")
+def test_the_json_document_fits_its_schema(process: Cli, tiny_folder: Path) -> None:
+    done = process("generate", "Time", "-m", tiny_folder, "-n", "12", "--ignore-eos", "-f", "json")
     document = json.loads(done.stdout)
     jsonschema.Draft202012Validator(schema()).validate(document)
     steps = document["steps"]
@@ -125,8 +124,8 @@ def test_the_prompt_comes_from_argument_dash_pipe_or_file(
     assert prompt(None, None, "two breaks\n\n") == "two breaks\n"
 
 
-def test_a_piped_prompt_is_continued(cli: Cli, tiny_folder: Path) -> None:
-    done = cli("generate", "-m", tiny_folder, "-n", "3", "-f", "json", input="Time flies\n")
+def test_a_piped_prompt_is_continued(process: Cli, tiny_folder: Path) -> None:
+    done = process("generate", "-m", tiny_folder, "-n", "3", "-f", "json", stdin="Time flies\n")
     assert json.loads(done.stdout)["prompt"] == "Time flies"
 
 
@@ -145,7 +144,7 @@ def test_output_goes_to_a_file_whole(cli: Cli, tiny_folder: Path, tmp_path: Path
 
 
 def test_settings_come_from_line_then_environment_then_file(
-    cli: Cli, tiny_folder: Path, tmp_path: Path
+    cli: Cli, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile = tmp_path / "run.toml"
     profile.write_text(
@@ -154,8 +153,10 @@ def test_settings_come_from_line_then_environment_then_file(
     )
 
     def new_tokens(*arguments: str, **extra: str) -> int:
-        environment = os.environ | extra
-        done = cli("generate", "Time", "--config", profile, *arguments, env=environment)
+        with monkeypatch.context() as patch:
+            for name, value in extra.items():
+                patch.setenv(name, value)
+            done = cli("generate", "Time", "--config", profile, *arguments)
         return len(json.loads(done.stdout)["steps"])
 
     assert new_tokens() == 2
@@ -178,8 +179,7 @@ def test_a_reader_that_leaves_ends_it_quietly(tiny_folder: Path) -> None:
 
 def test_ctrl_c_keeps_the_text_prints_the_table_and_exits_130(tiny_folder: Path) -> None:
     with subprocess.Popen(
-        [*COMMAND, "Time", "-m", str(tiny_folder), "-n", "110", "--ignore-eos", "--no-cache"]
-        + ["--config", os.devnull],
+        [*COMMAND, "Time", "-m", str(tiny_folder), "-n", "110", "--ignore-eos"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -246,60 +246,33 @@ ERRORS: list[tuple[str, list[str], int, str]] = [
     ("arguments", "code", "says"), [e[1:] for e in ERRORS], ids=[e[0] for e in ERRORS]
 )
 def test_a_user_error_is_one_line_with_its_exit_code(
-    arguments: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], code: int, says: str, cli: Cli
 ) -> None:
-    from kvgen.cli.main import run
-
-    assert run(arguments) == code
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert says in one_line(captured.err)
+    done = cli(*arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert says in one_line(done.stderr)
 
 
-def test_an_unknown_key_in_a_profile_names_the_nearest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from kvgen.cli.main import run
-
+def test_an_unknown_key_in_a_profile_names_the_nearest(tmp_path: Path, cli: Cli) -> None:
     profile = tmp_path / "run.toml"
     profile.write_text("max-new-token = 3\n", "utf-8")
-    assert run(["generate", "x", "--config", str(profile)]) == 2
-    assert "'max-new-tokens'" in one_line(capsys.readouterr().err)
+    done = cli("generate", "x", "--config", profile)
+    assert done.returncode == 2
+    assert "'max-new-tokens'" in one_line(done.stderr)
 
 
-def in_process(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str]:
-    from kvgen.cli.main import run
-
-    code = run(["generate", *map(str, arguments)])
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    return code, one_line(captured.err)
+def test_a_prompt_beyond_the_context_gives_the_numbers(tiny_folder: Path, cli: Cli) -> None:
+    done = cli("generate", "x" * 500, "-m", tiny_folder)
+    assert done.returncode == 4
+    assert "500 tokens" in one_line(done.stderr)
+    assert "128" in done.stderr
 
 
-def test_a_prompt_beyond_the_context_gives_the_numbers(
-    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, line = in_process(capsys, "x" * 500, "-m", tiny_folder)
-    assert code == 4
-    assert "500 tokens" in line
-    assert "128" in line
-
-
-def test_a_request_beyond_the_context_says_how_many_fit(
-    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, line = in_process(capsys, "x" * 100, "-m", tiny_folder, "-n", "29")
-    assert code == 4
-    assert "-n 28" in line
-    assert in_process_ok(capsys, "x" * 100, "-m", tiny_folder, "-n", "28")
-
-
-def in_process_ok(capsys: pytest.CaptureFixture[str], *arguments: Any) -> bool:
-    from kvgen.cli.main import run
-
-    code = run(["generate", "-q", *map(str, arguments)])
-    capsys.readouterr()
-    return code == 0
+def test_a_request_beyond_the_context_says_how_many_fit(tiny_folder: Path, cli: Cli) -> None:
+    done = cli("generate", "x" * 100, "-m", tiny_folder, "-n", "29")
+    assert done.returncode == 4
+    assert "-n 28" in one_line(done.stderr)
+    assert cli("generate", "x" * 100, "-m", tiny_folder, "-n", "28", "-q").returncode == 0
 
 
 def test_a_prompt_that_is_not_utf8_is_refused(cli: Cli, tiny_folder: Path, tmp_path: Path) -> None:
@@ -311,10 +284,9 @@ def test_a_prompt_that_is_not_utf8_is_refused(cli: Cli, tiny_folder: Path, tmp_p
 
 
 def test_a_wrong_cache_is_exit_code_5_and_shows_no_gain(
-    tiny_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvgen.cache.layers import PairLayer
-    from kvgen.cli.main import run
 
     update = PairLayer.update
 
@@ -324,12 +296,11 @@ def test_a_wrong_cache_is_exit_code_5_and_shows_no_gain(
         return keys, values
 
     monkeypatch.setattr(PairLayer, "update", forgetful)
-    code = run(["generate", "Time flies", "-m", str(tiny_folder), "-n", "6", "--ignore-eos"])
-    captured = capsys.readouterr()
-    assert code == 5
-    assert "disagree" in captured.err.splitlines()[-1]
-    assert "BROKEN" in captured.err
-    assert "gain" not in captured.err
+    done = cli("generate", "Time flies", "-m", tiny_folder, "-n", "6", "--ignore-eos")
+    assert done.returncode == 5
+    assert "disagree" in done.stderr.splitlines()[-1]
+    assert "BROKEN" in done.stderr
+    assert "gain" not in done.stderr
 
 
 def test_stop_strings_end_the_text_and_are_not_shown(cli: Cli, tiny_folder: Path) -> None:
@@ -354,8 +325,8 @@ def test_help_and_import_load_neither_torch_nor_transformers() -> None:
 
 
 @pytest.mark.real
-def test_the_default_model_answers_in_json(cli: Cli) -> None:
-    done = cli("generate", "Time flies", "-n", "16", "--format", "json")
+def test_the_default_model_answers_in_json(process: Cli) -> None:
+    done = process("generate", "Time flies", "-n", "16", "--format", "json")
     document = json.loads(done.stdout)
     jsonschema.Draft202012Validator(schema()).validate(document)
     assert document["model"]["kv_bytes_per_token"] == 46_080

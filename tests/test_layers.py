@@ -125,7 +125,7 @@ def test_growing_past_a_step_keeps_every_pair(step: int, offset: int) -> None:
 
 def test_appending_writes_one_slot_and_moves_nothing_older() -> None:
     layer = PairLayer(spec_for(None), step=64)
-    keys, values = layer.update(*tensors([float(i) for i in range(10)]))
+    keys, _ = layer.update(*tensors([float(i) for i in range(10)]))
     address = keys.data_ptr()
     older = [t._version for t in layer.buffers()]
     for i in range(20):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvgen.models import store
+from kvgen.storage import cache_root
 
 KEY = "0" * 64
 ROOT = Path(__file__).parent.parent
@@ -49,7 +50,7 @@ def test_a_published_folder_is_found_and_private(cache: Path) -> None:
 
 def test_the_default_place_is_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVGEN_CACHE_DIR")
-    assert "kvgen" in str(store.cache_root())
+    assert "kvgen" in str(cache_root())
 
 
 def test_publishing_again_writes_nothing() -> None:
@@ -85,6 +86,7 @@ def test_many_processes_at_once_write_once(tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 from kvgen.models import store
+from kvgen.storage import cache_root
 def write(folder):
     with open(sys.argv[1], "a") as log: log.write("written\\n")
     time.sleep(0.5)
@@ -103,6 +105,7 @@ def test_a_killed_write_is_cleaned_up_by_the_next(cache: Path, next_key: str) ->
     code = f"""
 import time
 from kvgen.models import store
+from kvgen.storage import cache_root
 def write(folder):
     (folder / "file").write_text("half")
     time.sleep(60)

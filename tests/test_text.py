@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -114,7 +115,7 @@ def test_a_stop_string_is_found_at_every_split_and_never_shown(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
     edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
-    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [text[a:b] for a, b in pairwise(edges)]
     shown, found = stopped(stops, pieces)
     hits = [text.find(stop) for stop in stops if stop in text]
     if found is None:

@@ -6,6 +6,7 @@ Neither torch nor transformers is imported before a command runs.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from typing import Annotated
@@ -53,6 +54,7 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Run one command line; every error becomes one line on stderr. Returns the exit code."""
     debug = "--debug" in arguments
+    _show_warnings(quiet="--quiet" in arguments or "-q" in arguments)
     try:
         code = app(arguments, prog_name="kvgen", standalone_mode=False)
         sys.stdout.flush()
@@ -75,6 +77,15 @@ def run(arguments: list[str]) -> int:
             return _fail(str(error) or "aborted", 4 if "Memory" in type(error).__name__ else 130)
         return _fail(f"internal error: {type(error).__name__}: {error} (--debug shows where)", 1)
     return code if isinstance(code, int) else 0
+
+
+def _show_warnings(quiet: bool) -> None:
+    """What kvgen's other rooms warn of, one line each on stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("kvgen: %(message)s"))
+    logger = logging.getLogger("kvgen")
+    logger.handlers = [handler]
+    logger.setLevel(logging.ERROR if quiet else logging.WARNING)
 
 
 def _fail(message: str, code: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvgen.storage import private_folder, write_atomically
+from kvgen.storage import make_private, write_atomically
 
 _PROBE_BYTES = 512 * 1024 * 1024
 _PROBE_READS = 5
@@ -68,7 +68,7 @@ def measured_bandwidth(device: Any, threads: int, folder: Path | None) -> float 
     if folder is not None:
         remembered[key] = found
         try:
-            private_folder(folder)
+            make_private(folder)
             write_atomically(folder / "bandwidth.json", json.dumps(remembered, indent=1))
         except OSError:
             pass  # measured again next time

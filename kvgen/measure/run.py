@@ -24,7 +24,7 @@ from kvgen.measure.recompute import KeptLogits, fill_in, recompute
 from kvgen.measure.records import Generation, ModelFacts, Step, Totals
 from kvgen.measure.roofline import WeightReads, measured_bandwidth
 from kvgen.models import LoadedModel
-from kvgen.storage import cache_folder
+from kvgen.storage import cache_root
 
 DEFAULT_NEW_TOKENS = 64
 _HANDFUL = 5
@@ -77,7 +77,7 @@ class GenerationRun:
         self._stops = StopStrings(options.stop)
         self._kept = KeptLogits(self._kept_limit(wanted))
         self._detokenize_s = 0.0
-        bandwidth = measured_bandwidth(loaded.device, torch.get_num_threads(), cache_folder())
+        bandwidth = measured_bandwidth(loaded.device, torch.get_num_threads(), cache_root())
         if options.warmup:
             self._warm_up(ids)
         self.record = Generation(

@@ -27,6 +27,7 @@ from kvgen.models.gguf_tokenizer import build_tokenizer
 from kvgen.models.quiet import quiet_libraries
 from kvgen.models.types import ModelSource, ProgressCallback, no_progress
 from kvgen.models.weights import SINGLE_FILE
+from kvgen.storage import ENVIRONMENT_VARIABLE, cache_root
 
 logger = logging.getLogger("kvgen")
 
@@ -62,13 +63,13 @@ def convert(
         return store.publish(source.sha256 or store.content_hash(file), write, progress)
     except OSError as error:
         if _is_full(error):
-            raise _full_disk(name, store.cache_root()) from error
+            raise _full_disk(name, cache_root()) from error
         logger.warning(
             "cannot keep the converted model in %s (%s); converting for this run only; "
             "set %s to a folder that can be written",
-            store.cache_root(),
+            cache_root(),
             one_line(error),
-            store.ENVIRONMENT_VARIABLE,
+            ENVIRONMENT_VARIABLE,
         )
         return _convert_for_this_run(write)
 
@@ -171,7 +172,7 @@ def _explaining_full_disk(name: str) -> Iterator[None]:
         yield
     except ModelError as error:
         if error.__cause__ is not None and _is_full(error.__cause__):
-            raise _full_disk(name, store.cache_root()) from error
+            raise _full_disk(name, cache_root()) from error
         raise
 
 
@@ -183,7 +184,7 @@ def _is_full(error: BaseException) -> bool:
 def _full_disk(name: str, folder: Path, numbers: str = "no space left") -> ModelError:
     return ModelError(
         f"{name}: cannot convert, the disk of {folder} is full ({numbers}); free some space or set "
-        f"{store.ENVIRONMENT_VARIABLE} to a folder elsewhere"
+        f"{ENVIRONMENT_VARIABLE} to a folder elsewhere"
     )
 
 

@@ -1,6 +1,6 @@
-"""The user's cache of converted models: where it is, locks, atomic publishing.
+"""The user's cache of converted models: locks and atomic publishing.
 
-Imports platformdirs and filelock, nothing of torch or transformers.
+Imports filelock, nothing of torch or transformers.
 
 Layout, under KVGEN_CACHE_DIR or the system's per-user cache folder::
 
@@ -22,23 +22,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvgen.models.types import ProgressCallback, no_progress
+from kvgen.storage import cache_root, make_private, write_atomically
 
-ENVIRONMENT_VARIABLE = "KVGEN_CACHE_DIR"
 CONVERTER_VERSION = 1  # raise it when converted folders change, so that old ones are not used
 MANIFEST = "kvgen.json"
 _TEMPORARY = ".tmp-"
 
 logger = logging.getLogger("kvgen")
-
-
-def cache_root() -> Path:
-    """The folder kvgen keeps converted models in. It may not exist yet."""
-    chosen = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
-    if chosen:
-        return Path(chosen).expanduser()
-    from platformdirs import user_cache_path
-
-    return user_cache_path("kvgen", appauthor=False)
 
 
 def find_converted(sha256: str) -> Path | None:
@@ -61,7 +51,7 @@ def publish(
     from filelock import FileLock, Timeout
 
     folder = _folder(sha256)
-    _make_private(folder.parent)
+    make_private(folder.parent)
     lock = FileLock(f"{folder}.lock")
     try:
         lock.acquire(timeout=0)
@@ -112,15 +102,6 @@ def _is_complete(folder: Path) -> bool:
         return all((folder / name).stat().st_size == size for name, size in files.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-
-
-def _make_private(folder: Path) -> None:
-    """Create the folder and its missing parents for this user only."""
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.mkdir(exist_ok=True, mode=0o700)
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(f"{folder} is not writable")
 
 
 def _write_then_rename(folder: Path, write: Callable[[Path], None]) -> None:
@@ -197,15 +178,7 @@ def _read_index(index: Path) -> dict[str, object]:
 def _write_index(index: Path, known: dict[str, object]) -> None:
     """Replace the index; losing it, or another process's entry, only costs a hash later."""
     try:
-        _make_private(index.parent)
-        descriptor, temporary = tempfile.mkstemp(prefix="hashes.", dir=index.parent)
+        make_private(index.parent)
+        write_atomically(index, json.dumps(known))
     except OSError as error:
         logger.debug("cannot write %s: %s", index, error)
-        return
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(known, file)
-        os.replace(temporary, index)
-    except OSError as error:
-        logger.debug("cannot write %s: %s", index, error)
-        Path(temporary).unlink(missing_ok=True)
