@@ -144,7 +144,7 @@ run_step() {
     "$@" </dev/null >>"$log" 2>&1 &
     child=$!
     while kill -0 "$child" 2>/dev/null; do
-        sleep 0.3 2>/dev/null || sleep 1
+        sleep 0.1 2>/dev/null || sleep 1
         while read -r line <&8; do
             progress_of "$line"
             [ -z "$progress" ] || show_progress "$progress"
@@ -169,14 +169,33 @@ fail_step() {
     tail -n 15 "$log" | sed 's/^/  | /' >&2
 }
 
-# Isolated (-I), so that neither PYTHONPATH nor the current folder can pass for installed packages.
+# The commands of steps. Each replaces the process that run_step made for it, and leads a process
+# group of its own, so that stop_child reaches whatever it starts in turn. All are isolated (-I):
+# neither PYTHONPATH nor the current folder can pass for installed packages.
+
+lead_group() {
+    exec "$1" -I -c 'import os, sys; os.setpgrp(); os.execvp(sys.argv[1], sys.argv[1:])' "$@"
+}
+
+make_venv() { lead_group "$python" -I -m venv "$venv"; }
+
 pip_install() {
-    (
-        cd "$root" || exit 1
-        export PIP_USER=0
-        exec "$venv/bin/python" -I -m pip install --no-input --disable-pip-version-check \
-            --progress-bar off "$@"
-    )
+    cd "$root" || exit 1
+    export PIP_USER=0
+    lead_group "$venv/bin/python" -I -m pip install --no-input --disable-pip-version-check \
+        --progress-bar off "$@"
+}
+
+# Ends the running step, and gives what it started a moment to end too.
+stop_child() {
+    [ -n "$child" ] || return 0
+    kill -s TERM -- "-$child" 2>/dev/null || kill "$child" 2>/dev/null
+    wait "$child" 2>/dev/null
+    for _ in 1 2 3 4 5 6 7 8 9 10; do
+        kill -s TERM -- "-$child" 2>/dev/null || break
+        sleep 0.2 2>/dev/null || sleep 1
+    done
+    child=
 }
 
 # ---- the steps ----
@@ -205,7 +224,7 @@ build_environment() {
     clear_the_place && mkdir "$venv" && : >"$log" || return 1
     half_made=yes
     run_step 'setting up .venv beside the project (once; a few minutes on a slow line)' \
-        "$python" -I -m venv "$venv" || { fail_step 'making .venv'; return 1; }
+        make_venv || { fail_step 'making .venv'; return 1; }
     printf '%s\n' "$python" >"$venv/kvgen-python"
     run_step 'installing the packages kvgen needs (torch is the large one)' \
         pip_install -c "$root/scripts/constraints.txt" -e "$1" ||
@@ -271,10 +290,7 @@ except OSError as error:
 
 interrupted() {
     trap '' INT TERM HUP
-    if [ -n "$child" ]; then
-        kill "$child" 2>/dev/null
-        wait "$child" 2>/dev/null
-    fi
+    stop_child
     [ "$half_made" = no ] || clear_the_place
     [ ! -t 2 ] || printf '\r' >&2
     say 'set-up interrupted; the next run starts it again'
