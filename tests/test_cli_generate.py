@@ -286,16 +286,16 @@ def test_a_prompt_that_is_not_utf8_is_refused(cli: Cli, tiny_folder: Path, tmp_p
 def test_a_wrong_cache_is_exit_code_5_and_shows_no_gain(
     tiny_folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvgen.cache.layers import PairLayer
+    from kvgen.cache.slots import TokenSlots
 
-    update = PairLayer.update
+    update = TokenSlots.update
 
     def forgetful(self, keys, values):  # type: ignore[no-untyped-def]
         keys, values = update(self, keys, values)
         values[:, :, 0] = 0  # the oldest value is lost
         return keys, values
 
-    monkeypatch.setattr(PairLayer, "update", forgetful)
+    monkeypatch.setattr(TokenSlots, "update", forgetful)
     done = cli("generate", "Time flies", "-m", tiny_folder, "-n", "6", "--ignore-eos")
     assert done.returncode == 5
     assert "disagree" in done.stderr.splitlines()[-1]

@@ -1,12 +1,12 @@
 """How kvgen's cache speaks transformers' cache protocol. The only file that knows it.
 
-transformers' models take a ``Cache`` and ask it three things: how wide the mask must be
-(``get_mask_sizes``, before the update), where the queries are (``get_seq_length``), and to store
-and return pairs (``update``). ``TransformersCache`` answers from a ``KVCache``; it subclasses the
-library's class because several models test the type, and uses none of its storage.
+transformers' models take a ``Cache`` and ask it how wide the mask must be (``get_mask_sizes``,
+before the update), where the queries are (``get_seq_length``), and to store and return pairs or
+states (``update`` and its kin). ``TransformersCache`` answers from a ``KVCache``; it subclasses the
+library's class because several models test the type, and uses none of its storage. Some models
+reach into ``cache.layers[i]``; they find a ``_LayerView`` there.
 
-What differs between releases is settled here by what the installed one offers: the name of the
-forward's argument (``cache`` since 5.24, ``past_key_values`` before).
+What differs between releases is settled here by what the installed one offers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ import transformers
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from kvgen.cache.layers import Layer
 from kvgen.cache.manager import KVCache
-from kvgen.cache.spec import FULL
+from kvgen.cache.recurrent import States
+from kvgen.cache.shapes import specs_from_config
+from kvgen.cache.spec import NOTHING, LayerSpec
 from kvgen.errors import ModelError
 
 SUPPORTED = "5.5 or newer"
@@ -31,13 +34,59 @@ def cache_argument(model: Any) -> str:
     Raises ``ModelError`` when it takes none, so that nothing is generated on a wrong assumption.
     """
     parameters = inspect.signature(type(model).forward).parameters
-    for name in ("cache", "past_key_values"):
+    for name in ("cache", "past_key_values", "cache_params"):
         if name in parameters:
             return name
     raise ModelError(
         f"{type(model).__name__} (transformers {transformers.__version__}) takes no cache in its "
         f"forward; kvgen supports transformers {SUPPORTED}. Run without a cache: --no-cache"
     )
+
+
+def specs_for(model: Any) -> list[LayerSpec]:
+    """What each cache layer of this model stores, as the installed release makes it.
+
+    Raises ``ModelError`` for a model that kvgen's cache cannot serve, with the reason.
+    """
+    reason = _REFUSED.get(model.config.model_type)
+    if reason is not None:
+        raise ModelError(f"{model.config.model_type} {reason}; run it without a cache: --no-cache")
+    cache_argument(model)
+    config = model.config.get_text_config(decoder=True)
+    # Since the release that has this method, latent attention hands over the latent itself.
+    expands = not any(hasattr(module, "expand_kv") for module in model.modules())
+    return specs_from_config(config, expand_latent=expands)
+
+
+_OWN_CLASS = "insists on a cache class of its own"
+_OWN_CONVENTION = "is called with other arguments at each step than this protocol's"
+_REFUSED = {
+    "minimax": _OWN_CLASS,
+    "rwkv": _OWN_CLASS,
+    "xlstm": _OWN_CLASS,
+    "recurrent_gemma": "keeps its recurrent state inside the model, out of any cache's reach",
+    "openai-gpt": "reads no cache",
+    "cpmant": "adds prompt tokens of its own at every call",
+    "gemma4_assistant": "reads the pairs of another model",
+    "gemma4_unified_assistant": "reads the pairs of another model",
+} | dict.fromkeys(("reformer", "xlnet", "xlm", "blt", "prophetnet", "moshi"), _OWN_CONVENTION)
+_ONE_PREFILL = ("mamba", "falcon_mamba", "jamba", "zamba")
+
+
+def continues_prefill(model: Any) -> bool:
+    """Whether a second forward over several tokens goes on from the state of the first.
+
+    The code of a few recurrent models starts over; one token at a time they do go on.
+    """
+    return model.config.model_type not in _ONE_PREFILL
+
+
+def counts_own_positions(model: Any) -> bool:
+    """Whether the model derives positions from its input ids and must not be given any.
+
+    RoBERTa and its kin start counting after the padding id.
+    """
+    return any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
 
 
 class TransformersCache(Cache):  # type: ignore[misc]  # transformers publishes no types
@@ -47,17 +96,34 @@ class TransformersCache(Cache):  # type: ignore[misc]  # transformers publishes 
         """``kv`` stays the owner of buffers and position; this object holds no state."""
         super().__init__(layers=[])
         self.kv = kv
-        self._first_full = next((i for i, s in enumerate(kv.specs) if s.kind == FULL), 0)
+        self.layers = [_LayerView(layer) for layer in kv.layers]
+        specs = kv.specs
+        self._windowed = [spec.window is not None for spec in specs]
+        self._linear = [spec.has_states and not spec.has_pairs for spec in specs]
+        self._dummy = [spec.kind == NOTHING for spec in specs]
+        self._first_pairs = next((i for i, spec in enumerate(specs) if spec.has_pairs), None)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store ``[batch, heads, new, dim]`` and return every pair the new queries may read."""
-        return self.kv.layers[layer_idx].update(key_states, value_states)
+        layer = self.kv.layers[layer_idx]
+        if layer.pairs is None:
+            raise ModelError(
+                f"layer {layer_idx} stores pairs, but a {layer.spec.kind} layer has none"
+            )
+        if layer.spec.value_dim == 0:  # values are the very keys
+            (both,) = layer.pairs.update(key_states)
+            return both, both
+        keys, values = layer.pairs.update(key_states, value_states)
+        return keys, values
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Width of the mask for a layer, and the absolute position of its first column."""
-        return self.kv.layers[layer_idx].mask_sizes(query_length)
+        pairs = self.kv.layers[layer_idx].pairs
+        if pairs is None and self._first_pairs is not None:
+            pairs = self.kv.layers[self._first_pairs].pairs
+        return (self.kv.position + query_length, 0) if pairs is None else pairs.sizes(query_length)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before the ones being forwarded: the manager's position, for every layer."""
@@ -69,20 +135,63 @@ class TransformersCache(Cache):  # type: ignore[misc]  # transformers publishes 
 
     get_max_cache_shape = get_max_length
 
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Store an indexer's keys ``[batch, new, dim]`` and return all of them."""
+        return self.layers[layer_idx].update_index(indexer_key_states.unsqueeze(1))[:, 0]
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        """Whether a recurrent layer (the last one if not named) has seen a token."""
+        if layer_idx is None:
+            layer_idx = max(i for i, spec in enumerate(self.kv.specs) if spec.has_states)
+        return self._states(layer_idx).started(state_idx)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The last inputs of a convolution, or ``None`` before the first token."""
+        return self._states(layer_idx).convolution(state_idx)
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Follow a convolution by new inputs; returns those kept before, then these."""
+        return self._states(layer_idx).add_inputs(conv_states, state_idx, conv_kernel_size)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """A recurrent state, or ``None`` before the first token."""
+        return self._states(layer_idx).recurrent(state_idx)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Replace a recurrent state; returns the one kept."""
+        return self._states(layer_idx).set_recurrent(recurrent_states, state_idx)
+
+    def _states(self, layer_idx: int) -> States:
+        states = self.kv.layers[layer_idx].states
+        if states is None:
+            raise ModelError(f"layer {layer_idx} has no recurrent state to ask for")
+        return states
+
     @property
     def is_sliding(self) -> list[bool]:
         """Per layer; transformers sizes the sliding mask from the first that says True."""
-        return [spec.window is not None for spec in self.kv.specs]
+        return self._windowed
 
     @property
     def is_linear(self) -> list[bool]:
-        """Per layer whether it keeps a recurrent state only."""
-        return [False] * len(self.kv.specs)
+        """Per layer whether it keeps recurrent states only."""
+        return self._linear
 
     @property
     def is_dummy(self) -> list[bool]:
         """Per layer whether it keeps nothing."""
-        return [False] * len(self.kv.specs)
+        return self._dummy
 
     @property
     def is_compileable(self) -> bool:
@@ -97,3 +206,71 @@ class TransformersCache(Cache):  # type: ignore[misc]  # transformers publishes 
     def __len__(self) -> int:
         """Layers."""
         return len(self.kv.layers)
+
+
+_POOLS = {"compressor": 0, "indexer": 1}
+
+
+class _LayerView:
+    """One layer under the names by which some models read it directly."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+        self.is_sliding = layer.spec.window is not None
+
+    @property
+    def is_initialized(self) -> bool:
+        return bool(self._layer.buffers())
+
+    @property
+    def keys(self) -> Tensor | None:
+        return self._layer.pairs.views[0] if self._layer.pairs and self.is_initialized else None
+
+    @property
+    def values(self) -> Tensor | None:
+        return self._layer.pairs.views[-1] if self._layer.pairs and self.is_initialized else None
+
+    # Releases before 5.24 read states as plain attributes.
+
+    @property
+    def conv_states(self) -> Tensor | None:
+        return self._layer.states.convolution(0) if self._layer.states else None
+
+    @property
+    def recurrent_states(self) -> Tensor | None:
+        return self._layer.states.recurrent(0) if self._layer.states else None
+
+    # An indexer's keys, and the positions that go with them.
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """Store ``[batch, 1, new, dim]`` and return all."""
+        assert self._layer.index is not None
+        return self._layer.index.update(idx_k)[0]
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        slots = self._layer.index_positions
+        return slots.views[0][..., 0] if slots and slots.length else None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, every: Tensor) -> None:
+        # The model hands back the old positions followed by the new, [rows, batch, tokens].
+        slots = self._layer.index_positions
+        assert slots is not None
+        slots.update(every[..., slots.length :].unsqueeze(-1))
+
+    # Compressed attention.
+
+    def store_compression_weights(
+        self, name: str, kv: Tensor, gate: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        return self._layer.pools[_POOLS[name]].add_tokens(kv, gate)
+
+    def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
+        return self._layer.pools[_POOLS[name]].add_entries(compressed)
+
+    def update_overlap_state(
+        self, name: str, chunk_kv: Tensor, chunk_gate: Tensor, head_dim: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        newest = (slice(None), -1, slice(None), slice(head_dim))
+        return self._layer.pools[_POOLS[name]].swap_last(chunk_kv[newest], chunk_gate[newest])

@@ -7,12 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvgen.cache.layers import PairLayer
+from kvgen.cache.layers import Layer
 from kvgen.cache.spec import LayerSpec, total_bytes
-
-
-class CacheStateError(RuntimeError):
-    """A layer's count and the manager's position no longer agree."""
 
 
 class KVCache:
@@ -24,21 +20,21 @@ class KVCache:
     """
 
     def __init__(self, specs: Sequence[LayerSpec], step: int = 256) -> None:
-        """``step``: slots that a buffer grows by (see ``PairLayer``)."""
+        """``step``: slots that buffers grow by (see ``TokenSlots``)."""
         self.specs = tuple(specs)
-        self.layers = [PairLayer(spec, step) for spec in self.specs]
+        self.layers = [Layer(spec, step) for spec in self.specs]
         self.position = 0
 
     def advance(self, tokens: int) -> None:
         """Count ``tokens`` forwarded tokens. Raises ``CacheStateError`` if a layer missed any."""
         reached = self.position + tokens
-        for index, layer in enumerate(self.layers):
-            if layer.length != reached:
-                raise CacheStateError(
-                    f"layer {index} has stored {layer.length} tokens where {reached} were "
-                    "forwarded: the model did not use the cache it was given"
-                )
+        for layer in self.layers:
+            layer.settle(reached)
         self.position = reached
+
+    def can_trim(self, tokens: int) -> bool:
+        """Whether every layer can take back the last ``tokens`` tokens."""
+        return tokens <= self.position and all(layer.can_trim(tokens) for layer in self.layers)
 
     def trim(self, tokens: int) -> None:
         """Forget the last ``tokens`` tokens in every layer.
@@ -51,7 +47,7 @@ class KVCache:
         self.position -= tokens
 
     def reset(self) -> None:
-        """Back to position 0; buffers stay allocated."""
+        """Back to position 0."""
         for layer in self.layers:
             layer.reset()
         self.position = 0
@@ -63,13 +59,13 @@ class KVCache:
         twin.position = self.position
         return twin
 
-    def bytes_formula(self, itemsize: int, batch: int = 1) -> int:
-        """Bytes that the specs predict at this position."""
+    def bytes_formula(self, itemsize: int, batch: int = 1) -> int | None:
+        """Bytes that the specs predict at this position; ``None`` where a layer has no rule."""
         return total_bytes(self.specs, self.position, itemsize, batch)
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of the pairs held, counted on the real tensors."""
+        """Bytes held for later queries, counted on the real tensors."""
         return sum(layer.bytes_used for layer in self.layers)
 
     @property

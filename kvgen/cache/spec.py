@@ -1,7 +1,8 @@
 """What one layer of a KV cache stores, and how many bytes that is. Imports neither torch nor
 transformers, so sizes can be predicted from a configuration alone.
 
-The byte formula for one attention layer holding ``t`` tokens of a batch of ``b`` sequences is
+The byte formula for the key/value pairs of one attention layer that holds ``t`` tokens of each of
+``b`` sequences is
 
     b * t * num_key_value_heads * (key_dim + value_dim) * itemsize
 
@@ -10,30 +11,93 @@ with ``itemsize`` bytes per stored number. Queries are not in it: no later token
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from kvgen.errors import ModelError
+from math import prod
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 CHUNKED = "chunked_attention"
+LINEAR = "linear_attention"
+CONV = "conv"
+HYBRID = "hybrid"
+HYBRID_SLIDING = "hybrid_sliding"
+INDEXED = "indexed_attention"
+SPARSE = "minimax_m3_sparse"
+HEAVILY_COMPRESSED = "heavily_compressed_attention"
+COMPRESSED_SPARSE = "compressed_sparse_attention"
+NOTHING = "dummy"
+
+WINDOWED = (SLIDING, CHUNKED, HYBRID_SLIDING, HEAVILY_COMPRESSED, COMPRESSED_SPARSE)
+RECURRENT = (LINEAR, CONV, HYBRID, HYBRID_SLIDING)
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One fixed-size state, ``shape`` without the batch axis.
+
+    ``itemsize`` is bytes per number where the model fixes it, ``None`` where the state has the
+    model's own dtype.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int | None = None
+
+    def bytes_used(self, itemsize: int) -> int:
+        """Bytes for one sequence in a model of ``itemsize`` bytes per number."""
+        return prod(self.shape) * (self.itemsize or itemsize)
+
+
+@dataclass(frozen=True)
+class CompressedSpec:
+    """Tokens pooled ``rate`` at a time into entries of ``dim`` numbers.
+
+    Those that do not fill an entry yet wait with a value and a gate of ``width`` numbers each.
+    With ``overlap`` the newest entry's tokens stay, ``dim`` numbers for value and gate each.
+    """
+
+    rate: int
+    dim: int
+    width: int
+    overlap: bool = False
+
+    def elements(self, tokens: int) -> int:
+        """Numbers kept for one sequence after ``tokens`` tokens."""
+        entries, waiting = divmod(tokens, self.rate)
+        kept = entries * self.dim + 2 * waiting * self.width
+        return kept + (2 * self.rate * self.dim if self.overlap and entries else 0)
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one layer keeps for one sequence.
+    """What one layer keeps for one sequence; a field left at its default is not kept.
 
     ``window`` is W keys including the query's own, as transformers defines it, so W - 1 pairs
-    stay between steps; ``None`` means every pair stays.
+    stay between steps; ``None`` means every pair stays. ``value_dim`` is 0 where values are the
+    very tensors that are stored as keys. ``index_dim`` numbers per token serve to choose which
+    pairs are read, ``index_positions`` whole numbers per token (8 bytes each) go with them.
+    ``states`` are fixed in size; ``None`` where no rule is known and the first token tells.
     """
 
     kind: str
-    num_key_value_heads: int
-    key_dim: int
-    value_dim: int
+    num_key_value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
     window: int | None = None
+    index_dim: int = 0
+    index_positions: int = 0
+    states: tuple[StateSpec, ...] | None = ()
+    compressed: tuple[CompressedSpec, ...] = ()
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the layer keeps key/value pairs."""
+        return self.num_key_value_heads > 0
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the layer keeps recurrent or convolution states."""
+        return self.kind in RECURRENT or bool(self.states)
 
     @property
     def elements_per_token(self) -> int:
@@ -44,92 +108,20 @@ class LayerSpec:
         """Pairs kept between steps after ``tokens`` tokens have passed through the layer."""
         return tokens if self.window is None else min(tokens, self.window - 1)
 
-    def bytes_used(self, tokens: int, itemsize: int, batch: int = 1) -> int:
-        """The formula: bytes of the pairs kept after ``tokens`` tokens."""
-        return batch * self.tokens_held(tokens) * self.elements_per_token * itemsize
+    def bytes_used(self, tokens: int, itemsize: int, batch: int = 1) -> int | None:
+        """The formula: bytes kept after ``tokens`` tokens; ``None`` where no rule is known."""
+        if self.states is None:
+            return None
+        numbers = self.tokens_held(tokens) * self.elements_per_token + tokens * self.index_dim
+        numbers += sum(part.elements(tokens) for part in self.compressed)
+        fixed = sum(state.bytes_used(itemsize) for state in self.states) if tokens else 0
+        return batch * (numbers * itemsize + tokens * self.index_positions * 8 + fixed)
 
 
-def total_bytes(specs: Sequence[LayerSpec], tokens: int, itemsize: int, batch: int = 1) -> int:
-    """The formula summed over all layers, in bytes."""
-    return sum(spec.bytes_used(tokens, itemsize, batch) for spec in specs)
-
-
-def specs_from_config(config: Any) -> list[LayerSpec]:
-    """One spec per decoder layer, in layer order.
-
-    ``config`` is a text decoder's configuration: a transformers config object or the mapping read
-    from a ``config.json``. Raises ``ModelError`` when a field is missing or a layer kind is one
-    that kvgen has no layer for.
-    """
-    layers = _need_int(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
-    heads = _need_int(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
-    kv_heads = _int(config, "num_key_value_heads", "num_kv_heads", "n_head_kv") or heads
-    head_dim = _int(config, "head_dim")
-    if head_dim is None:
-        head_dim = _need_int(config, "hidden_size", "n_embd", "d_model") // heads
-    return [
-        LayerSpec(kind, kv_heads, head_dim, head_dim, _window(config, kind))
-        for kind in _layer_kinds(config, layers)
-    ]
-
-
-def _layer_kinds(config: Any, layers: int) -> list[str]:
-    """The attention kind of each layer, as the configuration states or implies it."""
-    kinds = _get(config, "layer_types")
-    if kinds is None:
-        if _int(config, "sliding_window") is not None:
-            kind = SLIDING
-        elif _int(config, "attention_chunk_size") is not None:
-            kind = CHUNKED
-        else:
-            kind = FULL
-        return [kind] * layers
-    if len(kinds) != layers:
-        raise ModelError(
-            f"the configuration names {len(kinds)} layer types for {layers} layers; "
-            "they must be as many"
-        )
-    for kind in kinds:
-        if kind not in (FULL, SLIDING, CHUNKED):
-            raise ModelError(
-                f"kvgen's cache has no layer of kind {kind!r} (it has {FULL}, {SLIDING} and "
-                f"{CHUNKED}); run without a cache: --no-cache"
-            )
-    return list(kinds)
-
-
-def _window(config: Any, kind: str) -> int | None:
-    if kind == FULL:
-        return None
-    window = _need_int(config, "sliding_window" if kind == SLIDING else "attention_chunk_size")
-    if window < 1:
-        raise ModelError(f"a window of {window} keys cannot hold the query's own key")
-    return window
-
-
-def _get(config: Any, *names: str) -> Any:
-    """The first of ``names`` that the configuration sets, or None."""
-    for name in names:
-        is_mapping = isinstance(config, Mapping)
-        value = config.get(name) if is_mapping else getattr(config, name, None)
-        if value is not None:
-            return value
-    return None
-
-
-def _int(config: Any, *names: str) -> int | None:
-    value = _get(config, *names)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ModelError(f"the configuration's {names[0]} must be a whole number, not {value!r}")
-    return value
-
-
-def _need_int(config: Any, *names: str) -> int:
-    value = _int(config, *names)
-    if value is None:
-        raise ModelError(f"the configuration lacks {names[0]}, so the cache cannot be sized")
-    if value < 1:
-        raise ModelError(f"the configuration's {names[0]} is {value}; it must be at least 1")
-    return value
+def total_bytes(
+    specs: Sequence[LayerSpec], tokens: int, itemsize: int, batch: int = 1
+) -> int | None:
+    """The formula summed over all layers, in bytes; ``None`` where one of them has no rule."""
+    each = [spec.bytes_used(tokens, itemsize, batch) for spec in specs]
+    known = [count for count in each if count is not None]
+    return sum(known) if len(known) == len(each) else None

@@ -1,4 +1,4 @@
-"""One forward through a model, with our cache or without any. Knows torch, the cache and its
+"""Forwards through a model, with our cache or without any. Knows torch, the cache and its
 adapter; the model itself comes from outside.
 """
 
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvgen.cache.adapter import TransformersCache, cache_argument
+from kvgen.cache.adapter import TransformersCache, cache_argument, counts_own_positions
 
 
 class Forward:
-    """A causal language model reduced to: ids in, the last position's logits out.
+    """A causal language model reduced to: ids in, logits out.
 
-    Only the last position's logits are computed: for a long prompt the full
-    ``[tokens, vocab]`` matrix can be larger than the whole KV cache.
+    Where only the last position is asked for, only its logits are computed: for a long prompt the
+    full ``[tokens, vocab]`` matrix can be larger than the whole KV cache.
     """
 
     def __init__(self, model: Any) -> None:
@@ -25,31 +25,44 @@ class Forward:
         self._model = model
         self._device = model.device
         parameters = inspect.signature(type(model).forward).parameters
-        self._keep = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        self._takes_positions = "position_ids" in parameters
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._takes_positions = "position_ids" in parameters and not counts_own_positions(model)
 
     def cached(self, ids: list[int], cache: TransformersCache) -> Tensor:
         """Forward ``ids`` after what ``cache`` holds, and add them to it.
 
         Returns the logits ``[vocab]`` that follow the last id.
         """
+        logits = self._run(ids, **self._last_only, **self._cache_inputs(ids, cache))
+        cache.kv.advance(len(ids))
+        # A copy, so that a view never keeps a whole [tokens, vocab] matrix alive.
+        return logits[-1].clone()
+
+    def uncached(self, ids: list[int]) -> Tensor:
+        """Forward the whole of ``ids`` from nothing; the logits ``[vocab]`` after the last."""
+        return self._run(ids, **self._last_only, use_cache=False)[-1].clone()
+
+    def cached_everywhere(self, ids: list[int], cache: TransformersCache) -> Tensor:
+        """As ``cached``, but the logits after each id, ``[ids, vocab]``."""
+        logits = self._run(ids, **self._cache_inputs(ids, cache))
+        cache.kv.advance(len(ids))
+        return logits
+
+    def uncached_everywhere(self, ids: list[int]) -> Tensor:
+        """As ``uncached``, but the logits after each id, ``[ids, vocab]``."""
+        return self._run(ids, use_cache=False)
+
+    def _cache_inputs(self, ids: list[int], cache: TransformersCache) -> dict[str, Any]:
         inputs: dict[str, Any] = {cache_argument(self._model): cache, "use_cache": True}
         if self._takes_positions:
             first = cache.kv.position
             positions = torch.arange(first, first + len(ids), device=self._device)
             inputs["position_ids"] = positions.unsqueeze(0)
-        logits = self._run(ids, **inputs)
-        cache.kv.advance(len(ids))
-        return logits
-
-    def uncached(self, ids: list[int]) -> Tensor:
-        """Forward the whole of ``ids`` from nothing; the logits ``[vocab]`` after the last."""
-        return self._run(ids, use_cache=False)
+        return inputs
 
     def _run(self, ids: list[int], **inputs: Any) -> Tensor:
         with torch.inference_mode():
             batch = torch.tensor([ids], device=self._device)
-            output = self._model(input_ids=batch, return_dict=True, **self._keep, **inputs)
-            # A copy, so that a view never keeps a whole [tokens, vocab] matrix alive.
-            logits: Tensor = output.logits[0, -1]
-            return logits if self._keep else logits.clone()
+            output = self._model(input_ids=batch, return_dict=True, **inputs)
+            logits: Tensor = output.logits[0]
+            return logits

@@ -142,8 +142,8 @@ class Generation:
     text: str = ""
     finish_reason: Literal["length", "end", "stop", "interrupted"] = "length"
     stop_string: str | None = None
-    kv_bytes_formula: int = 0
-    """What the formula gives for the tokens in the cache at the end."""
+    kv_bytes_formula: int | None = None
+    """What the formula gives for the tokens in the cache at the end; absent without a rule."""
     steps: list[Step] = field(default_factory=list)
     totals: Totals | None = None
     check: Check | None = None

@@ -11,13 +11,15 @@ from typing import Literal
 
 import torch
 
+from kvgen.cache.adapter import continues_prefill, specs_for
 from kvgen.cache.manager import KVCache
-from kvgen.cache.spec import specs_from_config, total_bytes
+from kvgen.cache.spec import total_bytes
 from kvgen.engine.decoder import Decoder
 from kvgen.engine.forward import Forward
 from kvgen.engine.prompt import check_fits, encode
 from kvgen.engine.sampling import Sampler, SamplingOptions
 from kvgen.engine.text import IncrementalText, StopStrings
+from kvgen.errors import UsageError
 from kvgen.measure.clock import Clock, DeviceClock
 from kvgen.measure.environment import environment
 from kvgen.measure.recompute import KeptLogits, fill_in, recompute
@@ -68,9 +70,15 @@ class GenerationRun:
         room = check_fits(len(ids), options.max_new_tokens, loaded.context_limit)
         wanted = options.max_new_tokens or min(DEFAULT_NEW_TOKENS, room or DEFAULT_NEW_TOKENS)
 
+        chunk = options.prefill_chunk
+        if chunk not in (None, 1) and not continues_prefill(loaded.model):
+            raise UsageError(
+                f"{loaded.config.model_type} does not continue its state over a second forward of "
+                "several tokens; leave out --prefill-chunk, or make it 1"
+            )
         self._forward = Forward(loaded.model)
         self._weights = WeightReads(loaded.model)
-        self._cache = KVCache(specs_from_config(loaded.config)) if options.cached else None
+        self._cache = KVCache(specs_for(loaded.model)) if options.cached else None
         sampler = Sampler(options.sampling)
         self._decoder = Decoder(self._forward, ids, sampler, self._cache, options.prefill_chunk)
         self._text = IncrementalText(loaded.tokenizer, ids)

@@ -140,10 +140,14 @@ def _memory_lines(record: Generation) -> list[str]:
     lines = []
     if record.cached and record.steps:
         last = record.steps[-1]
-        agrees = "=" if last.kv_bytes_used == record.kv_bytes_formula else "but"
+        formula = record.kv_bytes_formula
+        if formula is None:
+            beside = "with no formula for this model's layers"
+        else:
+            beside = f"{'=' if last.kv_bytes_used == formula else 'but'} formula {formula:,}"
         lines.append(
-            f"KV cache: {last.kv_bytes_used:,} bytes used {agrees} formula "
-            f"{record.kv_bytes_formula:,}, {last.kv_bytes_allocated:,} allocated"
+            f"KV cache: {last.kv_bytes_used:,} bytes used {beside}, "
+            f"{last.kv_bytes_allocated:,} allocated"
         )
     shares = [s.bandwidth_share for s in record.steps[1:] if s.bandwidth_share is not None]
     bandwidth = record.environment.bandwidth_bytes_per_s
