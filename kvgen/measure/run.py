@@ -19,12 +19,13 @@ from kvgen.engine.forward import Forward
 from kvgen.engine.prompt import check_fits, encode
 from kvgen.engine.sampling import Sampler, SamplingOptions
 from kvgen.engine.text import IncrementalText, StopStrings
-from kvgen.errors import UsageError
+from kvgen.errors import DisagreementError, UsageError
 from kvgen.measure.clock import Clock, DeviceClock
 from kvgen.measure.environment import environment
 from kvgen.measure.recompute import KeptLogits, fill_in, recompute
 from kvgen.measure.records import Generation, ModelFacts, Step, Totals
 from kvgen.measure.roofline import WeightReads, measured_bandwidth
+from kvgen.measure.verdict import compare_step, judge, tolerance
 from kvgen.models import LoadedModel
 from kvgen.storage import cache_root
 
@@ -182,12 +183,29 @@ class GenerationRun:
         return rest
 
     def _warm_up(self, ids: list[int]) -> None:
-        """Both shapes once, on a cache of its own: a few tokens together, then one alone."""
+        """Both shapes once, on a cache of its own: a few tokens together, then one alone.
+
+        With a cache that is also a first proof: raises ``DisagreementError`` before any text is
+        shown when the model predicts otherwise with it than without.
+        """
         cache = None if self._cache is None else KVCache(self._cache.specs)
-        greedy = Sampler(SamplingOptions())
-        decoder = Decoder(self._forward, ids[:8], greedy, cache)
+        decoder = Decoder(self._forward, ids[:8], Sampler(SamplingOptions()), cache)
         decoder.step()
-        decoder.step()
+        token = decoder.step()
+        if cache is None:
+            return
+        logits = self._forward.uncached(decoder.ids[:-1])
+        limit = tolerance(self._dtype, float(logits.abs().max()))
+        check = judge([compare_step(1, token.logits, logits)], limit)
+        if check.verdict == "broken":
+            config = self._loaded.config
+            why = "it does not attend causally, or keeps a state that no cache reaches"
+            if getattr(config, "is_decoder", None) is False:
+                why = "its configuration says is_decoder = false, so it attends in both directions"
+            raise DisagreementError(
+                f"{config.model_type} predicts otherwise with a cache than without (max |Δlogit| "
+                f"{check.max_abs_logit_difference:.1e}): {why}; run it without one: --no-cache"
+            )
 
     def _kept_limit(self, new_tokens: int) -> int:
         mode = self._options.recompute
