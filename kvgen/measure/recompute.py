@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvgen.measure.clock import Clock
 from kvgen.measure.records import Check, CheckedStep, Step
-from kvgen.measure.verdict import compare_step, judge, tolerance
+from kvgen.measure.verdict import compare_step, judge, largest_logit, tolerance
 
 
 class KeptLogits:
@@ -104,7 +104,7 @@ def recompute(
         logits = forward(prefix)
         result.measured_s[index] = clock.now() - before
         checked.append(compare_step(index, kept[index], logits))
-        largest = max(largest, float(logits.abs().max()))
+        largest = max(largest, largest_logit(logits))
     if checked:
         checked.sort(key=lambda step: step.index)
         result.check = judge(checked, tolerance(dtype, largest))

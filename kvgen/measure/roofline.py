@@ -93,9 +93,13 @@ def _remembered(folder: Path | None) -> dict[str, float]:
         return {}
     try:
         found = json.loads((folder / "bandwidth.json").read_text("utf-8"))
-        return {str(key): float(value) for key, value in found.items()}
-    except (OSError, ValueError, AttributeError):
+        return {key: value for key, value in found.items() if _is_speed(value)}
+    except (OSError, ValueError, AttributeError, RecursionError):
         return {}
+
+
+def _is_speed(value: object) -> bool:
+    return isinstance(value, float) and 0 < value < float("inf")
 
 
 def _device_name(device: Any) -> str:

@@ -4,7 +4,6 @@ record. Text comes out piece by piece; who shows it, and how, is the caller's bu
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Literal
@@ -138,10 +137,10 @@ class GenerationRun:
         latency = self._clock.now() - begin
         self._kept.add(index, token.logits)
 
-        reading = time.perf_counter()
+        reading = self._clock.now()
         text = self._text.push(token.id)
         shown = self._loaded.tokenizer.decode([token.id], skip_special_tokens=False)
-        self._detokenize_s += time.perf_counter() - reading
+        self._detokenize_s += self._clock.now() - reading
 
         position = record.prompt_tokens + index
         forwarded = position - held_before

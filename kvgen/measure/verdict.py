@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kvgen.measure.records import Check, CheckedStep, Verdict
@@ -15,6 +16,14 @@ _RELATIVE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 def tolerance(dtype: str, largest_logit: float) -> float:
     """Largest |Δlogit| accepted as equal in ``dtype`` for logits up to ``largest_logit``."""
     return _RELATIVE[dtype] * max(1.0, largest_logit)
+
+
+def largest_logit(logits: Tensor) -> float:
+    """The largest |logit|. Infinite ones, and the lowest number that some models give to tokens
+    they rule out, do not count: against them every difference would be small.
+    """
+    size = logits.abs()
+    return float(size.where(size < torch.finfo(size.dtype).max / 2, 0.0).max())
 
 
 def compare_step(index: int, logits: Tensor, reference: Tensor) -> CheckedStep:

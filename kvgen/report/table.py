@@ -25,11 +25,11 @@ _ENDINGS = {
 def print_generation(record: Generation, console: Console, trace: bool = False) -> None:
     """Print the table, its totals and the check. ``trace`` shows every step."""
     for line in _header(record):
-        console.print(Text(line))
+        console.print(Text(visible(line)))
     if record.steps:
         console.print(_table(record, trace))
     for line in _footer(record):
-        console.print(Text(line))
+        console.print(Text(visible(line)))
 
 
 def shown_steps(count: int) -> list[int]:

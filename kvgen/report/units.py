@@ -6,19 +6,20 @@ from __future__ import annotations
 def bytes_text(count: float) -> str:
     """Bytes in the largest binary unit that keeps at least 1 before the point: ``45.0 KiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        figures = f"{count:.0f}" if unit == "B" else f"{count:.1f}"
+        if float(figures) < 1024:  # after rounding, so that it never says 1024.0 KiB
+            return f"{figures} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
 
 
 def seconds_text(seconds: float) -> str:
     """Seconds with three figures in a unit that fits: ``47.3 ms``, ``1.52 s``."""
-    for scale, unit in ((1.0, "s"), (1e3, "ms")):
-        value = seconds * scale
-        if value >= 1:
-            return f"{_three_figures(value)} {unit}"
-    return f"{_three_figures(seconds * 1e6)} µs"
+    for scale, unit in ((1e6, "µs"), (1e3, "ms")):
+        figures = _three_figures(seconds * scale)
+        if float(figures) < 1000:
+            return f"{figures} {unit}"
+    return f"{_three_figures(seconds)} s"
 
 
 def _three_figures(value: float) -> str:
