@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvgen.cache.manager import KVCache
-from kvgen.cache.spec import specs_from_config
+from kvgen.cache.shapes import specs_from_config
 from kvgen.engine.decoder import Decoder
 from kvgen.engine.forward import Forward
 from kvgen.engine.sampling import Sampler, SamplingOptions

@@ -306,16 +306,14 @@ def test_a_wrong_cache_is_exit_code_5_and_shows_no_gain(
 
 @pytest.mark.newest
 def test_a_model_that_attends_both_ways_is_refused_before_any_text(
-    tmp_path: Path, cli: Cli
+    tmp_path: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from families import tiny_config
+    from families import tiny_model
     from tiny import save_tiny_tokenizer
-    from transformers import AutoModelForCausalLM
 
-    config = tiny_config("roberta", vocab_size=257)
-    config.is_decoder = False
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tiny_model("roberta", vocab_size=257, is_decoder=False).save_pretrained(tmp_path)
     save_tiny_tokenizer(tmp_path)
+    capsys.readouterr()
     done = cli("generate", "Time flies", "-m", tmp_path)
     assert (done.returncode, done.stdout) == (5, "")
     assert "is_decoder = false" in one_line(done.stderr)

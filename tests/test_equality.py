@@ -203,12 +203,12 @@ def test_stored_pairs_stay_bit_for_bit_when_a_token_is_appended(model_type: str)
     running = decoder(model, prompt_of(5), kv)
     running.step()
     for _ in range(2 * GROWTH):
-        before = [(layer.keys.clone(), layer.values.clone()) for layer in kv.layers]
+        before = [[view.clone() for view in layer.pairs.views] for layer in kv.layers]
         running.step()
-        for layer, (keys, values) in zip(kv.layers, before, strict=True):
-            stay = layer.held - 1
-            assert torch.equal(layer.keys[:, :, :stay], keys[:, :, keys.shape[2] - stay :])
-            assert torch.equal(layer.values[:, :, :stay], values[:, :, values.shape[2] - stay :])
+        for layer, views in zip(kv.layers, before, strict=True):
+            stay = layer.pairs.held - 1
+            for now, then in zip(layer.pairs.views, views, strict=True):
+                assert torch.equal(now[:, :, :stay], then[:, :, then.shape[2] - stay :])
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -235,7 +235,7 @@ def test_a_lost_pair_would_be_seen(model_type: str) -> None:
     running.step()
     with torch.inference_mode():
         for layer in kv.layers:
-            layer.values[:, :, 0] = 0
+            layer.pairs.views[1][:, :, 0] = 0
     found = steps(running, 1)
     wanted = expected(model_type, tokens).logits[1:2]
     assert largest_difference(found.logits, wanted) > 10 * FLOAT32

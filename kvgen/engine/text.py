@@ -40,11 +40,16 @@ class IncrementalText:
         self._tokenizer = tokenizer
         self._context = list(prompt_ids[-_CONTEXT:])
         self._pending: list[int] = []
+        self._in_bytes = False
 
     def push(self, token_id: int) -> str:
         """The text that ``token_id`` completes; empty while a character is unfinished."""
         self._pending.append(token_id)
         if _BYTE.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or ""):
+            self._in_bytes = True
+        elif self._decode([token_id]):  # special tokens have no text and do not end a run
+            self._in_bytes = False
+        if self._in_bytes:
             return ""
         text = self._new_text()
         return "" if text.endswith(_UNFINISHED) else self._release(text)
