@@ -6,13 +6,16 @@ What is proven here is what ``docs/models.md`` lists; the count is printed at th
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import FAMILIES, WINDOW, tiny_model
 
-from kvgen.cache.adapter import TransformersCache, continues_prefill, specs_for
+from kvgen.cache.adapter import TransformersCache, continues_prefill, refusal, specs_for
 from kvgen.cache.layers import CannotTrimError, Layer
 from kvgen.cache.manager import KVCache
 from kvgen.cache.spec import WINDOWED
@@ -24,9 +27,7 @@ from kvgen.measure.verify import Verifier
 
 LENGTH = 3 * WINDOW + 6
 PROMPT = 4
-# Decodable by transformers, but with a state that lives in the model's modules.
-BEYOND_ANY_CACHE = ("recurrent_gemma",)
-SERVED = [n for n, family in FAMILIES.items() if family.usable and n not in BEYOND_ANY_CACHE]
+SERVED = [name for name, family in FAMILIES.items() if family.usable and not refusal(name)]
 
 pytestmark = pytest.mark.newest
 
@@ -71,6 +72,16 @@ def check_storage(cache: KVCache) -> None:
             assert layer.pairs.capacity <= WINDOW - 1 + 16
 
 
+def test_the_list_in_the_documentation_is_the_one_proven_here() -> None:
+    script = Path(__file__).parent.parent / "scripts" / "describe-models"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, timeout=120)
+    assert done.returncode == 0, "run scripts/describe-models"
+
+
+def test_at_least_sixty_types_are_proven() -> None:
+    assert len(SERVED) >= 60
+
+
 def test_every_layer_kind_is_proven_by_at_least_one_type() -> None:
     from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
@@ -89,12 +100,17 @@ def test_recurrent_states_stay_constant_and_refuse_to_be_trimmed(model_type: str
     for token in ids()[5:20]:
         forward.cached([token], adapter)
     assert [layer.bytes_used for layer in recurrent] == before
-    held = [buffer.clone() for layer in cache.layers for buffer in layer.buffers()]
+    held = [tensor.clone() for tensor in stored(cache)]
     with pytest.raises(CannotTrimError):
         cache.trim(1)
     assert cache.position == 20
-    after = [buffer for layer in cache.layers for buffer in layer.buffers()]
-    assert all(torch.equal(a, b) for a, b in zip(held, after, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(held, stored(cache), strict=True))
+
+
+def stored(cache: KVCache) -> list[torch.Tensor]:
+    """What the layers hold, without the unused ends of their buffers."""
+    pairs = [view for layer in cache.layers if layer.pairs for view in layer.pairs.views]
+    return pairs + [state for la in cache.layers if la.states for state in la.states.buffers()]
 
 
 def test_a_wrapped_window_refuses_to_be_trimmed_and_changes_nothing() -> None:

@@ -48,9 +48,9 @@ def specs_for(model: Any) -> list[LayerSpec]:
 
     Raises ``ModelError`` for a model that kvgen's cache cannot serve, with the reason.
     """
-    reason = _REFUSED.get(model.config.model_type)
-    if reason is not None:
-        raise ModelError(f"{model.config.model_type} {reason}; run it without a cache: --no-cache")
+    model_type = model.config.model_type
+    if (reason := refusal(model_type)) is not None:
+        raise ModelError(f"{model_type} {reason}; run it without a cache: --no-cache")
     cache_argument(model)
     config = model.config.get_text_config(decoder=True)
     # Since the release that has this method, latent attention hands over the latent itself.
@@ -70,6 +70,13 @@ _REFUSED = {
     "gemma4_assistant": "reads the pairs of another model",
     "gemma4_unified_assistant": "reads the pairs of another model",
 } | dict.fromkeys(("reformer", "xlnet", "xlm", "blt", "prophetnet", "moshi"), _OWN_CONVENTION)
+
+
+def refusal(model_type: str) -> str | None:
+    """Why kvgen's cache cannot serve this model type, or ``None``."""
+    return _REFUSED.get(model_type)
+
+
 _ONE_PREFILL = ("mamba", "falcon_mamba", "jamba", "zamba")
 
 

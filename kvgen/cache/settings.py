@@ -50,4 +50,6 @@ class Settings:
     def of_layer(self, index: int) -> Settings:
         """The fields as one layer sees them, where layers may differ."""
         each = None if isinstance(self._config, Mapping) else self.get("per_layer_config")
-        return self if each is None or isinstance(each, Mapping) else Settings(each[index])
+        # An encoder-decoder configuration lists the encoder's layers, which may be fewer.
+        listed = each is not None and not isinstance(each, Mapping) and index < len(each)
+        return Settings(each[index]) if listed else self

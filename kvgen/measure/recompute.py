@@ -79,11 +79,13 @@ def recompute(
     dtype: str,
     budget_s: float | None,
     at_most: int | None,
+    rescaled_from: int | None = None,
 ) -> Recomputed:
     """Run the uncached ``forward`` at the kept steps and compare its logits with the cached ones.
 
     Step ``i`` predicts from the first ``prompt_tokens + i`` ids. ``budget_s`` ends the runs when
     the next one is not expected to fit (the first always runs); ``at_most`` bounds their number.
+    ``rescaled_from`` is explained at ``judge``.
     """
     result = Recomputed()
     checked: list[CheckedStep] = []
@@ -107,7 +109,7 @@ def recompute(
         largest = max(largest, largest_logit(logits))
     if checked:
         checked.sort(key=lambda step: step.index)
-        result.check = judge(checked, tolerance(dtype, largest))
+        result.check = judge(checked, tolerance(dtype, largest), rescaled_from)
     return result
 
 

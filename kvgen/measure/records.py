@@ -51,7 +51,7 @@ class CheckedStep:
     """Uncached logit of the most likely token minus that of the second."""
 
 
-Verdict = Literal["exact", "tolerance", "broken"]
+Verdict = Literal["exact", "tolerance", "rescaled", "broken"]
 
 
 @dataclass

@@ -195,7 +195,9 @@ class GenerationRun:
             return
         logits = self._forward.uncached(decoder.ids[:-1])
         limit = tolerance(self._dtype, float(logits.abs().max()))
-        check = judge([compare_step(1, token.logits, logits)], limit)
+        change = self._loaded.rotary_change
+        rescaled_from = 0 if change is not None and len(decoder.ids) > change else None
+        check = judge([compare_step(1, token.logits, logits)], limit, rescaled_from)
         if check.verdict == "broken":
             config = self._loaded.config
             why = "it does not attend causally, or keeps a state that no cache reaches"
@@ -230,11 +232,22 @@ class GenerationRun:
             self._dtype,
             budget_s=max(_LEAST_BUDGET_S, took) if mode == "sampled" else None,
             at_most=_HANDFUL if mode == "sampled" else None,
+            rescaled_from=self._rescaled_from(),
         )
         fill_in(record.steps, found.measured_s)
         record.check = found.check
+        if found.check is not None and found.check.verdict == "rescaled":
+            record.notes.append(
+                f"past {self._loaded.rotary_change:,} tokens this model makes keys with another "
+                "rotary base; stored keys keep the old one, an uncached forward makes all anew"
+            )
         if found.out_of_time:
             record.notes.append("recomputing stopped at its time budget; --recompute all has none")
+
+    def _rescaled_from(self) -> int | None:
+        """The first step whose prefix is longer than the model's first rotary base reaches."""
+        change = self._loaded.rotary_change
+        return None if change is None else max(0, change + 1 - self.record.prompt_tokens)
 
     def _totals(self) -> Totals:
         steps = self.record.steps

@@ -38,12 +38,21 @@ def compare_step(index: int, logits: Tensor, reference: Tensor) -> CheckedStep:
     )
 
 
-def judge(steps: list[CheckedStep], limit: float) -> Check:
+def judge(steps: list[CheckedStep], limit: float, rescaled_from: int | None = None) -> Check:
     """``exact``: the same tokens, logits within ``limit``. ``tolerance``: logits within it too, but
     a token differs because its margin was smaller than the logits' difference. Else ``broken``.
+
+    From step ``rescaled_from`` on the model itself uses another rotary base than the stored keys
+    were made with; if the steps before agree, a difference there is ``rescaled``, not broken.
     """
+
+    def agree(step: CheckedStep) -> bool:
+        # Written so that a NaN does not.
+        return step.max_abs_logit_difference <= limit
+
+    differing = [step.index for step in steps if not agree(step)]
     verdict: Verdict = "exact" if all(step.same_token for step in steps) else "tolerance"
-    # Written so that a NaN is broken.
-    if not all(step.max_abs_logit_difference <= limit for step in steps):
-        verdict = "broken"
+    if differing:
+        explained = rescaled_from is not None and min(differing) >= rescaled_from
+        verdict = "rescaled" if explained else "broken"
     return Check(steps, limit, verdict)

@@ -108,8 +108,34 @@ def context_limit(config: PreTrainedConfig) -> int | None:
     for name in _LIMIT_NAMES:
         limit = getattr(config, name, None)
         if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
-            return limit
+            stretched = [r for r in _rotary_settings(config) if r.get("rope_type") == "dynamic"]
+            # Dynamic scaling states the length before stretching.
+            return int(limit * max((float(r.get("factor", 1)) for r in stretched), default=1))
     return None
+
+
+def rotary_change(config: PreTrainedConfig) -> int | None:
+    """The length in tokens past which the model makes keys with another rotary base, if it does.
+
+    Keys stored before keep the base they were made with, while a forward without a cache makes
+    all of them anew, so from there on the two legitimately differ.
+    """
+    lengths = []
+    for settings in _rotary_settings(config):
+        kind = settings.get("rope_type")
+        original = settings.get("original_max_position_embeddings")
+        if kind in ("dynamic", "longrope"):
+            lengths.append(original or getattr(config, "max_position_embeddings", None))
+    return min((length for length in lengths if length), default=None)
+
+
+def _rotary_settings(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """The rotary parameters, one mapping for all layers or one for each kind of layer."""
+    settings = getattr(config, "rope_parameters", None)
+    if not isinstance(settings, dict):
+        return []
+    each = [item for item in settings.values() if isinstance(item, dict)]
+    return each or [settings]
 
 
 def stop_ids(sources: Iterable[Any]) -> frozenset[int]:

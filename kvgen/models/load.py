@@ -15,6 +15,7 @@ from kvgen.models.causal import (
     context_limit,
     decoder_config,
     read_causal_config,
+    rotary_change,
     stop_ids,
 )
 from kvgen.models.device import check_dtype_name, choose_device, choose_dtype
@@ -77,6 +78,7 @@ def load_model(options: LoadOptions, progress: ProgressCallback | None = None) -
         load_s=(checked - started) + (ended - tokenized),
         tokenizer_s=tokenized - checked,
         convert_s=convert_s,
+        rotary_change=rotary_change(decoder),
     )
 
 

@@ -59,8 +59,10 @@ class LoadedModel:
 
     ``config`` is the text decoder's. ``stop_ids`` is the union of every end-of-text id that the
     tokenizer, the configuration and the generation configuration name. ``context_limit`` counts
-    tokens, None when the model has no limit. ``load_s`` covers configuration, weights and the move
-    to the device; ``tokenizer_s`` the tokenizer; ``convert_s`` a GGUF conversion, 0 when none ran.
+    tokens, None when the model has no limit. ``rotary_change`` is the length in tokens past which
+    the model makes keys with another rotary base, None for most. ``load_s`` covers configuration,
+    weights and the move to the device; ``tokenizer_s`` the tokenizer; ``convert_s`` a GGUF
+    conversion, 0 when none ran.
     All three are seconds.
     """
 
@@ -75,3 +77,4 @@ class LoadedModel:
     load_s: float
     tokenizer_s: float
     convert_s: float = 0.0
+    rotary_change: int | None = None

@@ -174,4 +174,6 @@ def check_line(record: Generation) -> str:
         return (
             f"{what}same within {check.tolerance:.1e}, {difference}, but a near tie fell otherwise"
         )
+    if check.verdict == "rescaled":
+        return f"{what}differ by rotary rule, {difference}"
     return f"{what}BROKEN, {difference} where {check.tolerance:.1e} is accepted"
