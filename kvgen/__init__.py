@@ -1,3 +1,78 @@
-"""kvgen: text generation on a hand-written KV cache, with what the cache buys made visible."""
+"""kvgen: text generation on a hand-written KV cache, with what the cache buys made visible.
+
+The names below are the public Python API; each is loaded when it is first used, so that importing
+kvgen loads neither torch nor transformers.
+
+    import kvgen
+
+    loaded = kvgen.load_model(kvgen.LoadOptions())
+    run = kvgen.GenerationRun(loaded, kvgen.GenerationOptions(prompt="Time flies"))
+    for piece in run.pieces():
+        print(piece, end="")
+    record = run.finish()
+    print(record.steps[-1].kv_bytes_used, record.check.verdict)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from kvgen.cache.adapter import TransformersCache, specs_for
+    from kvgen.cache.manager import KVCache
+    from kvgen.cache.shapes import specs_from_config
+    from kvgen.cache.spec import LayerSpec
+    from kvgen.engine.decoder import Decoder
+    from kvgen.engine.forward import Forward
+    from kvgen.engine.sampling import Sampler, SamplingOptions
+    from kvgen.errors import KvgenError
+    from kvgen.measure.records import Generation
+    from kvgen.measure.run import GenerationOptions, GenerationRun
+    from kvgen.measure.verify import Outcome, Verifier
+    from kvgen.models import LoadedModel, LoadOptions, load_model
+
+_HOMES = {
+    "kvgen.cache.adapter": ("TransformersCache", "specs_for"),
+    "kvgen.cache.manager": ("KVCache",),
+    "kvgen.cache.shapes": ("specs_from_config",),
+    "kvgen.cache.spec": ("LayerSpec",),
+    "kvgen.engine.decoder": ("Decoder",),
+    "kvgen.engine.forward": ("Forward",),
+    "kvgen.engine.sampling": ("Sampler", "SamplingOptions"),
+    "kvgen.errors": ("KvgenError",),
+    "kvgen.measure.records": ("Generation",),
+    "kvgen.measure.run": ("GenerationOptions", "GenerationRun"),
+    "kvgen.measure.verify": ("Outcome", "Verifier"),
+    "kvgen.models": ("LoadOptions", "LoadedModel", "load_model"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Decoder",
+    "Forward",
+    "Generation",
+    "GenerationOptions",
+    "GenerationRun",
+    "KVCache",
+    "KvgenError",
+    "LayerSpec",
+    "LoadOptions",
+    "LoadedModel",
+    "Outcome",
+    "Sampler",
+    "SamplingOptions",
+    "TransformersCache",
+    "Verifier",
+    "load_model",
+    "specs_for",
+    "specs_from_config",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)

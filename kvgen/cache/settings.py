@@ -51,5 +51,6 @@ class Settings:
         """The fields as one layer sees them, where layers may differ."""
         each = None if isinstance(self._config, Mapping) else self.get("per_layer_config")
         # An encoder-decoder configuration lists the encoder's layers, which may be fewer.
-        listed = each is not None and not isinstance(each, Mapping) and index < len(each)
-        return Settings(each[index]) if listed else self
+        if each is None or isinstance(each, Mapping) or index >= len(each):
+            return self
+        return Settings(each[index])

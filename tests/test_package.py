@@ -1,0 +1,79 @@
+"""The package from outside: its public names, and the arrows between its rooms."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvgen
+
+PACKAGE = Path(kvgen.__file__).parent
+# A room and the rooms it may import; DESIGN: cli -> report, measure -> engine -> cache, models.
+MAY_IMPORT = {
+    "cache": {"cache"},
+    "models": {"models"},
+    "engine": {"engine", "cache", "models"},
+    "measure": {"measure", "engine", "cache", "models"},
+    "report": {"report", "measure"},
+    "cli": {"cli", "report", "measure", "engine", "cache", "models"},
+}
+COMMON = {"errors", "storage"}
+WITHOUT_TORCH = ("cache/spec.py", "cache/shapes.py", "cache/states.py", "cache/settings.py")
+
+
+def imported(path: Path) -> set[str]:
+    """Every module that a file imports anywhere, by its full name."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+@pytest.mark.parametrize("name", kvgen.__all__)
+def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
+    assert getattr(kvgen, name).__doc__
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="nonsense"):
+        kvgen.nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_no_room_imports_upward(room: str) -> None:
+    for path in (PACKAGE / room).rglob("*.py"):
+        for name in imported(path):
+            parts = name.split(".")
+            if parts[0] == "kvgen" and len(parts) > 1 and (PACKAGE / parts[1]).is_dir():
+                assert parts[1] in MAY_IMPORT[room], f"{path.name} imports {name}"
+
+
+def test_only_the_adapter_knows_the_librarys_cache() -> None:
+    knowing = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if any(name.startswith("transformers.cache_utils") for name in imported(path))
+    }
+    assert "cache/adapter.py" in knowing
+    assert knowing <= {"cache/adapter.py", "cache/rivals.py"}
+
+
+@pytest.mark.parametrize("file", WITHOUT_TORCH)
+def test_sizes_need_neither_torch_nor_transformers(file: str) -> None:
+    module = "kvgen." + file.removesuffix(".py").replace("/", ".")
+    code = f"import sys, {module}; assert not {{'torch', 'transformers'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_no_pickle_is_read_or_written_anywhere() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        names = imported(path)
+        assert not {"pickle", "torch.load", "torch.save", "joblib", "dill"} & names, path
+        assert "torch.load(" not in path.read_text("utf-8"), path
