@@ -60,7 +60,7 @@ def generate(
             "--max-new-tokens",
             "-n",
             min=1,
-            help="At most this many new tokens.  [default: 64]",
+            help="At most this many new tokens (default 64).",
             rich_help_panel=_TOKENS,
         ),
     ] = None,
@@ -95,7 +95,6 @@ def generate(
         option(
             "--seed",
             min=0,
-            max=2**63 - 1,
             help="The same seed gives the same text.",
             rich_help_panel=_TOKENS,
         ),
@@ -167,8 +166,8 @@ def generate(
 ) -> int:
     """Continue a text, and show what each token cost with the cache and without it.
 
-    stdout carries the text alone; the table of latency, bytes in the cache and the cost of the
-    same token without a cache goes to stderr.
+    stdout carries the text alone. stderr carries the table: latency, bytes in the
+    cache and the cost of the same token without a cache.
     """
     from kvgen.cli.streams import Output, read_prompt
 

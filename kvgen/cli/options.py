@@ -85,7 +85,7 @@ ModelOption = Annotated[
     option(
         "--model",
         "-m",
-        help="A folder, a .gguf file or a Hub id.  [default: SmolLM2-135M-Instruct]",
+        help="A folder, a .gguf file or a Hub id (default SmolLM2-135M-Instruct).",
         rich_help_panel=_MODEL,
     ),
 ]

@@ -39,6 +39,7 @@ class SamplingOptions:
             "above 0",
             self.repetition_penalty,
         )
+        _check(self.seed is None or 0 <= self.seed < 2**63, "--seed", "below 2^63", self.seed)
         filters = {"--top-k": self.top_k, "--top-p": self.top_p, "--min-p": self.min_p}
         given = [name for name, value in filters.items() if value is not None]
         if given and self.temperature == 0:

@@ -43,6 +43,7 @@ def environment(model: Any, device: Any, dtype: str, bandwidth: float | None) ->
         transformers=version("transformers"),
         platform=f"{platform.system()} {platform.machine()} ({sys.platform})",
         cpu=cpu_name(),
+        cores=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         load_average=load_average(),
         device=str(device),

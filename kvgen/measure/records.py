@@ -99,6 +99,8 @@ class Environment:
     transformers: str
     platform: str
     cpu: str
+    cores: int
+    """Processors the system has."""
     threads: int
     load_average: float | None
     """Processes waiting to run over the last minute, where the system tells."""
