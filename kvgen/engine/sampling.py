@@ -52,6 +52,10 @@ def _check(holds: bool, name: str, expected: str, value: object) -> None:
         raise UsageError(f"{name} must be {expected}, not {value}")
 
 
+# Below the smallest difference of two float32 logits over the largest float32.
+_COLDEST = 1e-30
+
+
 class Sampler:
     """Draws tokens with a generator of its own: the same seed gives the same tokens, whatever
     else uses random numbers.
@@ -74,7 +78,9 @@ class Sampler:
             logits = _penalised(logits, ids, options.repetition_penalty)
         if self.greedy:
             return int(logits.argmax())
-        scaled = logits.float().cpu() / options.temperature
+        scores = logits.float().cpu()
+        # Relative to the likeliest, so that the coldest temperature overflows downwards only.
+        scaled = (scores - scores.max()) / max(options.temperature, _COLDEST)
         if options.top_k is not None:
             scaled = _keep_top_k(scaled, options.top_k)
         probabilities = scaled.softmax(dim=-1)
