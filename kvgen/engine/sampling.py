@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvgen.errors import UsageError
+from kvgen.errors import ModelError, UsageError
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,16 @@ class Sampler:
             self._generator = torch.Generator().manual_seed(self.seed)
 
     def choose(self, logits: Tensor, ids: list[int]) -> int:
-        """The next token's id, given logits ``[vocab]`` and the ids so far."""
+        """The next token's id, given logits ``[vocab]`` and the ids so far.
+
+        Raises ``ModelError`` when the likeliest has no finite logit, as after an overflow.
+        """
         options = self.options
+        if not logits.max().isfinite():
+            raise ModelError(
+                "the model's logits are not finite numbers: its weights are damaged or overflow "
+                "in this dtype; try --dtype float32"
+            )
         if options.repetition_penalty != 1.0:
             logits = _penalised(logits, ids, options.repetition_penalty)
         if self.greedy:
