@@ -6,7 +6,8 @@ A file is either the old one or the new one, whole, whatever happens while it is
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
+import shutil
 from pathlib import Path
 
 ENVIRONMENT_VARIABLE = "KVGEN_CACHE_DIR"
@@ -31,15 +32,30 @@ def make_private(folder: Path) -> None:
         raise PermissionError(f"{folder} is not writable")
 
 
+def is_device(path: Path) -> bool:
+    """Whether ``path`` is there but is no file or folder: a device, a named pipe, /dev/stdout."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
 def write_atomically(path: Path, content: str) -> None:
-    """Write text so that ``path`` is never seen half-written. Raises ``OSError``."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Write text so that ``path`` is never seen half-written. Raises ``OSError``.
+
+    A file that is replaced keeps its permissions. A link stays one: what it points at is replaced.
+    A device or a named pipe is written to, as nothing may take its place.
+    """
+    if is_device(path):
+        path.write_text(content, "utf-8")
+        return
+    path = path.resolve()
+    temporary = path.with_name(f".kvgen-{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        if path.exists():
+            shutil.copymode(path, temporary)
+        os.replace(temporary, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

@@ -306,6 +306,15 @@ def test_a_token_is_shown_as_text_and_never_interpreted() -> None:
     assert max(map(cell_len, lines)) <= 80
 
 
+def test_a_narrow_terminal_cuts_no_number_short() -> None:
+    assert shown(record_of(20), width=30)[-30:] != shown(record_of(20))[-30:]
+    numbers = [line for line in shown(record_of(20)) if "KiB" in line and "ms" in line]
+    assert len(numbers) == 15
+    assert [line for line in shown(record_of(20), width=30) if "KiB" in line and "ms" in line] == (
+        numbers
+    )
+
+
 def test_a_models_name_cannot_act_on_the_terminal() -> None:
     record = record_of()
     record.model.name = "evil\x1b]0;owned\x07"

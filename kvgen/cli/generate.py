@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -210,16 +212,23 @@ def _prepare(
     load: LoadOptions, options: GenerationOptions, threads: int | None, quiet: bool
 ) -> GenerationRun:
     """Everything before the first token."""
-    import torch
-
     from kvgen.cli.progress import loading
     from kvgen.measure.run import GenerationRun
     from kvgen.models import load_model
 
     if threads is not None:
-        torch.set_num_threads(threads)
+        _set_threads(threads)
     with loading(quiet) as progress:
         return GenerationRun(load_model(load, progress), options)
+
+
+def _set_threads(threads: int) -> None:
+    import torch
+
+    processors = os.cpu_count() or threads
+    if threads > processors:  # thousands of threads crash the process instead of failing
+        raise UsageError(f"--threads {threads}: this machine has {processors}; choose at most that")
+    torch.set_num_threads(threads)
 
 
 @dataclass
@@ -254,7 +263,9 @@ class _View:
             from kvgen.cli.streams import error_console
             from kvgen.report.table import print_generation
 
-            print_generation(record, error_console(), self.trace)
+            # The text is out; that the table found no room makes no failure of it.
+            with contextlib.suppress(OSError):
+                print_generation(record, error_console(), self.trace)
         if interrupted:
             return INTERRUPTED
         if record.check is not None and record.check.verdict == "broken":

@@ -9,14 +9,15 @@ import contextlib
 import logging
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvgen import __version__
 from kvgen.cli.generate import generate
-from kvgen.cli.streams import ReaderLeftError
+from kvgen.cli.streams import ReaderLeftError, prepare_streams
 from kvgen.errors import KvgenError
+from kvgen.report.units import visible
 
 INTERRUPTED = 130
 
@@ -48,13 +49,14 @@ def _root(
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    prepare_streams()
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
     """Run one command line; every error becomes one line on stderr. Returns the exit code."""
-    debug = "--debug" in arguments
-    _show_warnings(quiet="--quiet" in arguments or "-q" in arguments)
+    debug = _wanted(arguments, "--debug")
+    _show_warnings(quiet=_wanted(arguments, "--quiet", "-q"))
     try:
         code = app(arguments, prog_name="kvgen", standalone_mode=False)
         sys.stdout.flush()
@@ -72,11 +74,33 @@ def run(arguments: list[str]) -> int:
         if debug:
             raise
         if hasattr(error, "format_message"):  # what the argument parser raises
-            return _fail(error.format_message(), getattr(error, "exit_code", 2))
+            return _fail(_explained(error), getattr(error, "exit_code", 2))
         if type(error).__name__ in ("Abort", "OutOfMemoryError"):
             return _fail(str(error) or "aborted", 4 if "Memory" in type(error).__name__ else 130)
         return _fail(f"internal error: {type(error).__name__}: {error} (--debug shows where)", 1)
     return code if isinstance(code, int) else 0
+
+
+def _wanted(arguments: list[str], *names: str) -> bool:
+    """Whether a switch is on, asked before the arguments are parsed."""
+    variable = os.environ.get("KVGEN_" + names[0].removeprefix("--").upper(), "")
+    return any(name in arguments for name in names) or variable.lower() in ("1", "true", "yes")
+
+
+def _explained(error: Any) -> str:
+    """The argument parser's message, with where the value came from and what to do."""
+    message = str(error.format_message())
+    if "unexpected extra argument" in message:
+        return f"{message}; a prompt of several words needs quotes"
+    context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
+    if context is None or parameter is None:
+        return message
+    source = context.get_parameter_source(parameter.name)
+    if source is not None and source.name == "ENVIRONMENT":
+        return f"{message} (it is {os.environ.get(parameter.envvar)!r} in {parameter.envvar})"
+    if source is not None and source.name == "DEFAULT_MAP":
+        return f"{message} (it is {context.default_map[parameter.name]!r} in the file of --config)"
+    return message
 
 
 def _show_warnings(quiet: bool) -> None:
@@ -89,7 +113,7 @@ def _show_warnings(quiet: bool) -> None:
 
 
 def _fail(message: str, code: int) -> int:
-    line = " ".join(message.split())
+    line = visible(" ".join(message.split()))
     with contextlib.suppress(OSError):
         print(f"kvgen: {line}", file=sys.stderr, flush=True)
     return code

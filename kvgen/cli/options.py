@@ -27,7 +27,7 @@ def option(name: str, *others: str, **settings: Any) -> Any:
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     if path is not None:
         known = {
-            long.removeprefix("--"): str(parameter.name)
+            long.removeprefix("--"): parameter
             for parameter in context.command.params
             for long in parameter.opts
             if long.startswith("--") and long not in ("--config", "--help")
@@ -36,10 +36,10 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-def config_values(path: Path, command: str, known: dict[str, str]) -> dict[str, Any]:
-    """Option values by parameter name; ``known`` maps option names to these.
+def config_values(path: Path, command: str, known: dict[str, Any]) -> dict[str, Any]:
+    """Option values by parameter name; ``known`` maps option names to the command's parameters.
 
-    Raises ``UsageError`` for an unknown key.
+    Raises ``UsageError`` for an unknown key and for a value of the wrong type.
     """
     table = _load_toml(path)
     own = table.get(command, {})
@@ -52,8 +52,24 @@ def config_values(path: Path, command: str, known: dict[str, str]) -> dict[str, 
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0)
             raise UsageError(f"{path}: unknown option {key!r}; the nearest is {near[0]!r}")
-        values[known[name]] = value
+        values[str(known[name].name)] = _fitting(f"{path}: {key}", value, known[name])
     return values
+
+
+def _fitting(where: str, value: Any, parameter: Any) -> Any:
+    """A TOML value as the option takes it; the argument parser would read ``true`` as 1."""
+    if getattr(parameter, "is_flag", False):
+        fits, wanted = isinstance(value, bool), "true or false"
+    elif getattr(parameter, "multiple", False):
+        value = [value] if isinstance(value, str) else value
+        fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        wanted = "text or a list of texts"
+    else:
+        fits = isinstance(value, str | int | float) and not isinstance(value, bool)
+        wanted = "text or a number"
+    if not fits:
+        raise UsageError(f"{where} must be {wanted}, not {value!r}")
+    return value
 
 
 def _load_toml(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,12 +14,13 @@ ProgressCallback = Callable[[str, int, int], None]
 def loading(quiet: bool) -> Iterator[ProgressCallback]:
     """A callback ``(what, done, total)`` that draws a bar while the block runs.
 
-    Without a terminal each new ``what`` is one plain line, so that a log says why it takes long.
+    Without a terminal that can redraw a line each new ``what`` is one plain line, so that a log
+    says why it takes long.
     """
     if quiet:
         yield lambda what, done, total: None
         return
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield _say_once()
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
 
-from kvgen.errors import InputError, UsageError
+from kvgen.errors import InputError, KvgenError, UsageError
 from kvgen.report.units import visible_lines
-from kvgen.storage import write_atomically
+from kvgen.storage import is_device, write_atomically
 
 
 class ReaderLeftError(Exception):
@@ -30,8 +32,8 @@ class Output:
         self._stream = stream or sys.stdout
         self._kept: list[str] = []
         self._terminal = path is None and self._stream.isatty()
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise UsageError(f"cannot write {path}: its folder must exist, and it must be a file")
+        if path is not None:
+            _check_writable(path)
 
     def write(self, text: str) -> None:
         """Add ``text``; on stdout it is visible at once. Raises ``ReaderLeftError``."""
@@ -44,6 +46,8 @@ class Output:
         except BrokenPipeError as error:
             # Under a name of our own: the argument parser has another opinion on broken pipes.
             raise ReaderLeftError from error
+        except OSError as error:
+            raise KvgenError(f"cannot write to stdout: {error.strerror}") from error
 
     def end_line(self) -> None:
         """End the text with a line break where a person reads it."""
@@ -57,12 +61,44 @@ class Output:
         try:
             write_atomically(self._path, "".join(self._kept))
         except OSError as error:
-            raise InputError(f"cannot write {self._path}: {error.strerror}") from error
+            raise KvgenError(f"cannot write {self._path}: {error.strerror}") from error
+
+
+def _check_writable(path: Path) -> None:
+    """Find what is wrong with the file before the work whose result it is to hold."""
+    place = path if is_device(path) else path.resolve().parent
+    if path.is_dir() or not place.exists():
+        raise UsageError(f"cannot write {path}: its folder must exist, and it must be a file")
+    if not os.access(place, os.W_OK):
+        raise UsageError(f"cannot write {path}: {place} is not writable; choose another place")
+
+
+def prepare_streams() -> None:
+    """Make the standard streams fit for any text, also where the caller has closed them.
+
+    Pipes and files carry UTF-8 whatever the locale, as prompts are read; a terminal that cannot
+    show a character gets it spelled out. A closed stream becomes the null device, because its
+    number would otherwise go to the next file that is opened.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            encoding = stream.encoding if stream.isatty() else "utf-8"
+            stream.reconfigure(encoding=encoding, errors="backslashreplace")
+
+
+class _ErrorConsole(Console):
+    """A console that goes on silently when nobody reads it any more."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
 
 
 def error_console() -> Console:
     """stderr for people: 80 columns and no colour where it is not a terminal."""
-    return Console(stderr=True, highlight=False, markup=False, soft_wrap=False)
+    return _ErrorConsole(stderr=True, highlight=False, markup=False, soft_wrap=False)
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:
@@ -75,17 +111,19 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
         raise UsageError("give the prompt once: as the argument or as --prompt-file")
     try:
         if file is not None:
-            return _without_last_break(file.read_bytes().decode("utf-8"))
+            return _decoded(file.read_bytes())
         if argument is not None and argument != "-":
             return argument
         if argument is None and sys.stdin.isatty():
             raise UsageError('no prompt; try: kvgen generate "Time flies"')
-        return _without_last_break(sys.stdin.buffer.read().decode("utf-8"))
+        return _decoded(sys.stdin.buffer.read())
     except UnicodeDecodeError as error:
         raise InputError(f"the prompt is not UTF-8 text: {error}") from error
     except OSError as error:
-        raise UsageError(f"cannot read the prompt from {file}: {error.strerror}") from error
+        place = file or "stdin"
+        raise UsageError(f"cannot read the prompt from {place}: {error.strerror}") from error
 
 
-def _without_last_break(text: str) -> str:
-    return text.removesuffix("\n").removesuffix("\r")
+def _decoded(content: bytes) -> str:
+    # With or without the mark that some editors put before UTF-8.
+    return content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvgen.errors import InputError, UsageError
+from kvgen.errors import InputError, ModelError, UsageError
 
 
 def encode(tokenizer: Any, text: str, chat: bool = False, system: str | None = None) -> list[int]:
@@ -47,6 +47,15 @@ def _encode_chat(tokenizer: Any, text: str, system: str | None) -> list[int]:
     # The template has written every special token itself, begin-of-text included.
     ids: list[int] = tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
+
+
+def check_known(ids: list[int], vocabulary: int) -> None:
+    """Raise ``ModelError`` for an id that the model's table of ``vocabulary`` rows lacks."""
+    if max(ids) >= vocabulary:
+        raise ModelError(
+            f"the tokenizer gives the id {max(ids)} and the model knows {vocabulary} tokens; "
+            "they do not belong together"
+        )
 
 
 def check_fits(prompt_tokens: int, requested: int | None, limit: int | None) -> int | None:

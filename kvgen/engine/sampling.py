@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvgen.errors import UsageError
+from kvgen.errors import ModelError, UsageError
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,10 @@ def _check(holds: bool, name: str, expected: str, value: object) -> None:
         raise UsageError(f"{name} must be {expected}, not {value}")
 
 
+# Below the smallest difference of two float32 logits over the largest float32.
+_COLDEST = 1e-30
+
+
 class Sampler:
     """Draws tokens with a generator of its own: the same seed gives the same tokens, whatever
     else uses random numbers.
@@ -69,13 +73,23 @@ class Sampler:
             self._generator = torch.Generator().manual_seed(self.seed)
 
     def choose(self, logits: Tensor, ids: list[int]) -> int:
-        """The next token's id, given logits ``[vocab]`` and the ids so far."""
+        """The next token's id, given logits ``[vocab]`` and the ids so far.
+
+        Raises ``ModelError`` when the likeliest has no finite logit, as after an overflow.
+        """
         options = self.options
+        if not logits.max().isfinite():
+            raise ModelError(
+                "the model's logits are not finite numbers: its weights are damaged or overflow "
+                "in this dtype; try --dtype float32"
+            )
         if options.repetition_penalty != 1.0:
             logits = _penalised(logits, ids, options.repetition_penalty)
         if self.greedy:
             return int(logits.argmax())
-        scaled = logits.float().cpu() / options.temperature
+        scores = logits.float().cpu()
+        # Relative to the likeliest, so that the coldest temperature overflows downwards only.
+        scaled = (scores - scores.max()) / max(options.temperature, _COLDEST)
         if options.top_k is not None:
             scaled = _keep_top_k(scaled, options.top_k)
         probabilities = scaled.softmax(dim=-1)

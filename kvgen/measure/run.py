@@ -15,7 +15,7 @@ from kvgen.cache.manager import KVCache
 from kvgen.cache.spec import total_bytes
 from kvgen.engine.decoder import Decoder
 from kvgen.engine.forward import Forward
-from kvgen.engine.prompt import check_fits, encode
+from kvgen.engine.prompt import check_fits, check_known, encode
 from kvgen.engine.sampling import Sampler, SamplingOptions
 from kvgen.engine.text import IncrementalText, StopStrings
 from kvgen.errors import DisagreementError, UsageError
@@ -67,6 +67,7 @@ class GenerationRun:
         begin = self._clock.now()
         ids = encode(loaded.tokenizer, options.prompt, options.chat, options.system)
         self._tokenize_s = self._clock.now() - begin
+        check_known(ids, loaded.model.get_input_embeddings().weight.shape[0])
         room = check_fits(len(ids), options.max_new_tokens, loaded.context_limit)
         wanted = options.max_new_tokens or min(DEFAULT_NEW_TOKENS, room or DEFAULT_NEW_TOKENS)
 

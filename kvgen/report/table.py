@@ -13,6 +13,7 @@ _FIRST_ROWS = 5
 _LAST_ROWS = 3
 _MIDDLE_ROWS = 6
 _TOKEN_WIDTH = 16
+_ROOM = 200  # columns; more than the table ever takes
 
 _ENDINGS = {
     "length": "as many as asked for",
@@ -27,7 +28,11 @@ def print_generation(record: Generation, console: Console, trace: bool = False) 
     for line in _header(record):
         console.print(Text(visible(line)))
     if record.steps:
-        console.print(_table(record, trace))
+        table = _table(record, trace)
+        # A terminal that is too narrow breaks the lines itself; no number is cut short.
+        room = console.options.update(width=_ROOM)
+        table.width = console.measure(table, options=room).maximum
+        console.print(table, crop=False)
     for line in _footer(record):
         console.print(Text(visible(line)))
 
