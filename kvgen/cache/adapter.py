@@ -12,6 +12,7 @@ What differs between releases is settled here by what the installed one offers.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import transformers
@@ -64,7 +65,6 @@ _REFUSED = {
     "minimax": _OWN_CLASS,
     "rwkv": _OWN_CLASS,
     "xlstm": _OWN_CLASS,
-    "recurrent_gemma": "keeps its recurrent state inside the model, out of any cache's reach",
     "openai-gpt": "reads no cache",
     "cpmant": "adds prompt tokens of its own at every call",
     "gemma4_assistant": "reads the pairs of another model",
@@ -77,7 +77,7 @@ def refusal(model_type: str) -> str | None:
     return _REFUSED.get(model_type)
 
 
-_ONE_PREFILL = ("mamba", "falcon_mamba", "jamba", "zamba")
+_ONE_PREFILL = ("mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma")
 
 
 def continues_prefill(model: Any) -> bool:
@@ -94,6 +94,36 @@ def counts_own_positions(model: Any) -> bool:
     RoBERTa and its kin start counting after the padding id.
     """
     return any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
+
+
+def state_holders(model: Any) -> list[Any]:
+    """The modules in which a model keeps its recurrent states itself, in layer order; mostly none.
+
+    recurrent_gemma does. Its states are lent to it for one forward (``lend_states``) and taken
+    back after (``take_back_states``), so that they belong to one cache like all others.
+    """
+    return [module for module in model.modules() if hasattr(module, "conv1d_state")]
+
+
+def lend_states(holders: list[Any], kv: KVCache) -> None:
+    """Put the cache's states where the model looks for them."""
+    for holder, states in _lent(holders, kv):
+        holder.conv1d_state = states.convolution(0)
+        holder.rg_lru.recurrent_states = states.recurrent(0)
+
+
+def take_back_states(holders: list[Any], kv: KVCache) -> None:
+    """Keep what the model made of the states, and leave none with it."""
+    for holder, states in _lent(holders, kv):
+        states.set_convolution(holder.conv1d_state, 0)
+        states.set_recurrent(holder.rg_lru.recurrent_states, 0)
+        holder.conv1d_state = holder.rg_lru.recurrent_states = None
+
+
+def _lent(holders: list[Any], kv: KVCache) -> Iterator[tuple[Any, States]]:
+    """Each holder with the states that are its; ends with the holders."""
+    own = (layer.states for layer in kv.layers if layer.states is not None)
+    return zip(holders, own, strict=False)
 
 
 class TransformersCache(Cache):  # type: ignore[misc]  # transformers publishes no types

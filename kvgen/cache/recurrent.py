@@ -57,14 +57,15 @@ class States:
             kept.copy_(inputs[..., inputs.shape[-1] - kept.shape[-1] :])
         return inputs
 
+    def set_convolution(self, inputs: Tensor, index: int) -> Tensor:
+        """Replace the last inputs of convolution ``index``; returns what is kept."""
+        self.used = True
+        return _replace(self._convolution, index, inputs)
+
     def set_recurrent(self, state: Tensor, index: int) -> Tensor:
         """Replace recurrent state ``index``; returns the one that is kept."""
         self.used = True
-        if index in self._recurrent:
-            self._recurrent[index].copy_(state)
-        else:
-            self._recurrent[index] = state.clone()
-        return self._recurrent[index]
+        return _replace(self._recurrent, index, state)
 
     @property
     def bytes_used(self) -> int:
@@ -94,3 +95,11 @@ class States:
         twin._convolution = {index: state.clone() for index, state in self._convolution.items()}
         twin._recurrent = {index: state.clone() for index, state in self._recurrent.items()}
         return twin
+
+
+def _replace(kept: dict[int, Tensor], index: int, state: Tensor) -> Tensor:
+    if index in kept:
+        kept[index].copy_(state)
+    else:
+        kept[index] = state.clone()
+    return kept[index]

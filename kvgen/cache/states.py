@@ -26,6 +26,8 @@ def states_of(layer: Settings, kind: str, index: int) -> States | None:
         return (StateSpec((layer.count("hidden_size"), layer.count("conv_L_cache"))),)
     if model_type in _MAMBA_2:
         return _mamba_2(layer, *_MAMBA_2[model_type])
+    if model_type == "recurrent_gemma":
+        return _linear_recurrence(layer)
     if model_type in _MAMBA_1:
         return _mamba_1(layer)
     if layer.get("linear_num_value_heads") is not None:
@@ -83,6 +85,13 @@ def _gated_delta(layer: Settings) -> States:
     channels = 2 * keys * key_dim + values * value_dim
     convolution = StateSpec((channels, layer.count("linear_conv_kernel_dim")))
     return convolution, StateSpec((values, key_dim, value_dim), _FLOAT32)
+
+
+def _linear_recurrence(layer: Settings) -> States:
+    """De et al., 2024, Griffin: one number per channel; the convolution keeps past inputs only."""
+    width = layer.integer("lru_width") or layer.count("hidden_size")
+    convolution = StateSpec((width, layer.count("conv1d_width") - 1))
+    return convolution, StateSpec((width,), _FLOAT32)
 
 
 def _kimi_delta(layer: Settings) -> States:

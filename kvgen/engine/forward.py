@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvgen.cache.adapter import TransformersCache, cache_argument, counts_own_positions
+from kvgen.cache.adapter import (
+    TransformersCache,
+    cache_argument,
+    counts_own_positions,
+    lend_states,
+    state_holders,
+    take_back_states,
+)
 
 
 class Forward:
@@ -26,6 +33,7 @@ class Forward:
         self._device = model.device
         parameters = inspect.signature(type(model).forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._state_holders = state_holders(model)
         self._takes_positions = "position_ids" in parameters and not counts_own_positions(model)
 
     def cached(self, ids: list[int], cache: TransformersCache) -> Tensor:
@@ -33,10 +41,8 @@ class Forward:
 
         Returns the logits ``[vocab]`` that follow the last id.
         """
-        logits = self._run(ids, **self._last_only, **self._cache_inputs(ids, cache))
-        cache.kv.advance(len(ids))
         # A copy, so that a view never keeps a whole [tokens, vocab] matrix alive.
-        return logits[-1].clone()
+        return self._run_cached(ids, cache, **self._last_only)[-1].clone()
 
     def uncached(self, ids: list[int]) -> Tensor:
         """Forward the whole of ``ids`` from nothing; the logits ``[vocab]`` after the last."""
@@ -44,21 +50,23 @@ class Forward:
 
     def cached_everywhere(self, ids: list[int], cache: TransformersCache) -> Tensor:
         """As ``cached``, but the logits after each id, ``[ids, vocab]``."""
-        logits = self._run(ids, **self._cache_inputs(ids, cache))
-        cache.kv.advance(len(ids))
-        return logits
+        return self._run_cached(ids, cache)
 
     def uncached_everywhere(self, ids: list[int]) -> Tensor:
         """As ``uncached``, but the logits after each id, ``[ids, vocab]``."""
         return self._run(ids, use_cache=False)
 
-    def _cache_inputs(self, ids: list[int], cache: TransformersCache) -> dict[str, Any]:
-        inputs: dict[str, Any] = {cache_argument(self._model): cache, "use_cache": True}
+    def _run_cached(self, ids: list[int], cache: TransformersCache, **inputs: Any) -> Tensor:
+        inputs |= {cache_argument(self._model): cache, "use_cache": True}
         if self._takes_positions:
             first = cache.kv.position
             positions = torch.arange(first, first + len(ids), device=self._device)
             inputs["position_ids"] = positions.unsqueeze(0)
-        return inputs
+        lend_states(self._state_holders, cache.kv)
+        logits = self._run(ids, **inputs)
+        take_back_states(self._state_holders, cache.kv)
+        cache.kv.advance(len(ids))
+        return logits
 
     def _run(self, ids: list[int], **inputs: Any) -> Tensor:
         with torch.inference_mode():
