@@ -1,5 +1,17 @@
-"""``python -m kvgen``."""
+"""``python -m kvgen``, and where the ``kvgen`` script begins."""
 
-from kvgen.cli.main import main
+import sys
 
-main()
+
+def main() -> None:
+    """Run the command line; a Ctrl-C while it is still being imported ends it quietly."""
+    try:
+        from kvgen.cli.main import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvgen.cli import options as shared
+from kvgen.cli.interrupts import preparing
 from kvgen.cli.options import option
 from kvgen.errors import DisagreementError, UsageError
 
@@ -178,34 +179,36 @@ def generate(
     text = read_prompt(prompt, prompt_file)
     view = _View(Output(output), output_format, trace, quiet, table=not (quiet or no_stats))
 
-    # The heavy imports start here, once the command line is known to be right.
-    from kvgen.engine.sampling import SamplingOptions
-    from kvgen.measure.run import GenerationOptions
-    from kvgen.models import LoadOptions
+    with preparing():
+        # The heavy imports start here, once the command line is known to be right.
+        from kvgen.engine.sampling import SamplingOptions
+        from kvgen.measure.run import GenerationOptions
+        from kvgen.models import LoadOptions
 
-    sampling = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    options = GenerationOptions(
-        prompt=text,
-        max_new_tokens=max_new_tokens,
-        chat=chat or system is not None,
-        system=system,
-        sampling=sampling,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-        cached=not no_cache,
-        prefill_chunk=prefill_chunk,
-        recompute=recompute.value,
-        warmup=warmup,
-    )
-    load = LoadOptions(
-        model=model,
-        revision=revision,
-        dtype=dtype.value,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        offline=offline,
-    )
-    return view.show(_prepare(load, options, threads, quiet))
+        sampling = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        options = GenerationOptions(
+            prompt=text,
+            max_new_tokens=max_new_tokens,
+            chat=chat or system is not None,
+            system=system,
+            sampling=sampling,
+            stop=tuple(stop or ()),
+            ignore_eos=ignore_eos,
+            cached=not no_cache,
+            prefill_chunk=prefill_chunk,
+            recompute=recompute.value,
+            warmup=warmup,
+        )
+        load = LoadOptions(
+            model=model,
+            revision=revision,
+            dtype=dtype.value,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            offline=offline,
+        )
+        run = _prepare(load, options, threads, quiet)
+    return view.show(run)
 
 
 def _prepare(

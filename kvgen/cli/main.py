@@ -15,6 +15,7 @@ import typer
 
 from kvgen import __version__
 from kvgen.cli.generate import generate
+from kvgen.cli.interrupts import note_interrupts
 from kvgen.cli.streams import ReaderLeftError, prepare_streams
 from kvgen.errors import KvgenError
 from kvgen.report.units import visible
@@ -49,6 +50,7 @@ def _root(
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    note_interrupts()
     prepare_streams()
     sys.exit(run(sys.argv[1:]))
 
