@@ -320,6 +320,26 @@ def test_a_model_that_attends_both_ways_is_refused_before_any_text(
     assert cli("generate", "Time flies", "-m", tmp_path, "--no-cache", "-n", "3").returncode == 0
 
 
+@pytest.mark.newest
+@pytest.mark.parametrize("model_type", ["openai-gpt", "minimax"])
+def test_a_model_without_such_a_cache_is_refused_by_name_and_runs_without(
+    model_type: str, tmp_path: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from families import tiny_config
+    from tiny import save_tiny_tokenizer
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(model_type, vocab_size=257)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    save_tiny_tokenizer(tmp_path)
+    capsys.readouterr()
+    done = cli("generate", "Time flies", "-m", tmp_path)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert model_type in one_line(done.stderr)
+    assert "--no-cache" in done.stderr
+    assert cli("generate", "Time flies", "-m", tmp_path, "--no-cache", "-n", "3").returncode == 0
+
+
 def test_stop_strings_end_the_text_and_are_not_shown(cli: Cli, tiny_folder: Path) -> None:
     base = ("generate", "Time", "-m", tiny_folder, "-n", "30", "--ignore-eos", "-q")
     text = cli(*base).stdout

@@ -24,7 +24,7 @@ from kvgen.measure.environment import environment
 from kvgen.measure.recompute import KeptLogits, fill_in, recompute
 from kvgen.measure.records import Generation, ModelFacts, Step, Totals
 from kvgen.measure.roofline import WeightReads, measured_bandwidth
-from kvgen.measure.verdict import compare_step, judge, tolerance
+from kvgen.measure.verdict import compare_step, judge, largest_logit, tolerance
 from kvgen.models import LoadedModel
 from kvgen.storage import cache_root
 
@@ -195,7 +195,7 @@ class GenerationRun:
         if cache is None:
             return
         logits = self._forward.uncached(decoder.ids[:-1])
-        limit = tolerance(self._dtype, float(logits.abs().max()))
+        limit = tolerance(self._dtype, largest_logit(logits))
         change = self._loaded.rotary_change
         rescaled_from = 0 if change is not None and len(decoder.ids) > change else None
         check = judge([compare_step(1, token.logits, logits)], limit, rescaled_from)
