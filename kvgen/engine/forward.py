@@ -33,14 +33,20 @@ class Forward:
 
         Returns the logits ``[vocab]`` that follow the last id.
         """
-        inputs: dict[str, Any] = {cache_argument(self._model): cache, "use_cache": True}
-        if self._takes_positions:
-            first = cache.kv.position
-            positions = torch.arange(first, first + len(ids), device=self._device)
-            inputs["position_ids"] = positions.unsqueeze(0)
-        logits = self._run(ids, **inputs)
+        logits = self.after(ids, cache, cache.kv.position)
         cache.kv.advance(len(ids))
         return logits
+
+    def after(self, ids: list[int], cache: Any, position: int) -> Tensor:
+        """Forward ``ids`` at ``position`` with any cache the model takes, which stores them.
+
+        Returns the logits ``[vocab]`` that follow the last id.
+        """
+        inputs: dict[str, Any] = {cache_argument(self._model): cache, "use_cache": True}
+        if self._takes_positions:
+            positions = torch.arange(position, position + len(ids), device=self._device)
+            inputs["position_ids"] = positions.unsqueeze(0)
+        return self._run(ids, **inputs)
 
     def uncached(self, ids: list[int]) -> Tensor:
         """Forward the whole of ``ids`` from nothing; the logits ``[vocab]`` after the last."""
