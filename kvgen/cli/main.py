@@ -14,7 +14,10 @@ from typing import Annotated
 import typer
 
 from kvgen import __version__
+from kvgen.cli.compare import compare
 from kvgen.cli.generate import generate
+from kvgen.cli.ordered import OrderedCommand
+from kvgen.cli.report import report
 from kvgen.cli.streams import ReaderLeftError
 from kvgen.errors import KvgenError
 
@@ -29,6 +32,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate)
+app.command(cls=OrderedCommand)(compare)
+app.command()(report)
 
 
 def _show_version(wanted: bool) -> None:

@@ -30,8 +30,8 @@ class Output:
         self._stream = stream or sys.stdout
         self._kept: list[str] = []
         self._terminal = path is None and self._stream.isatty()
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise UsageError(f"cannot write {path}: its folder must exist, and it must be a file")
+        if path is not None:
+            check_target(path)
 
     def write(self, text: str) -> None:
         """Add ``text``; on stdout it is visible at once. Raises ``ReaderLeftError``."""
@@ -58,6 +58,12 @@ class Output:
             write_atomically(self._path, "".join(self._kept))
         except OSError as error:
             raise InputError(f"cannot write {self._path}: {error.strerror}") from error
+
+
+def check_target(path: Path) -> None:
+    """Raise ``UsageError`` when ``path`` cannot be a file to write."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(f"cannot write {path}: its folder must exist, and it must be a file")
 
 
 def error_console() -> Console:
