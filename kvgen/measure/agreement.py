@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from kvgen.measure.comparison_records import Agreement, FirstDifference
@@ -58,7 +60,7 @@ class LogitsCheck:
         return Agreement(
             verdict=check.verdict,
             tolerance=limit,
-            max_abs_logit_difference=check.max_abs_logit_difference,
+            max_abs_logit_difference=max(check.steps, key=_size).max_abs_logit_difference,
             mean_abs_logit_difference=self._sum / self._compared,
             compared_steps=self._compared,
             first_difference=self._first,
@@ -72,8 +74,7 @@ class LogitsCheck:
         self._sum += float((logits.float() - reference.float()).abs().mean())
         self._largest = max(self._largest, float(reference.abs().max()))
         worst = self._steps.get(index)
-        # Written so that a NaN counts as worse.
-        if worst is None or not found.max_abs_logit_difference <= worst.max_abs_logit_difference:
+        if worst is None or _size(found) > _size(worst):
             self._steps[index] = found
         if worst is not None and not (worst.same_token and found.same_token):
             self._steps[index].same_token = False
@@ -86,3 +87,9 @@ class LogitsCheck:
                 margin=found.margin,
                 abs_logit_difference=found.max_abs_logit_difference,
             )
+
+
+def _size(step: CheckedStep) -> float:
+    """The largest difference; what is no number is worse than any."""
+    difference = step.max_abs_logit_difference
+    return math.inf if math.isnan(difference) else difference
