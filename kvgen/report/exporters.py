@@ -14,18 +14,30 @@ from kvgen.measure.comparison_records import Comparison
 from kvgen.report.chart import Series, chart
 from kvgen.report.document import to_json
 from kvgen.report.explain import explanation
-from kvgen.report.rows import Grid, Titled, disagreements, grids, header, step_grid
+from kvgen.report.rows import (
+    LEGEND,
+    TEXT_HEADS,
+    Grid,
+    Titled,
+    disagreements,
+    grids,
+    header,
+    step_grid,
+)
 from kvgen.report.saved import SCHEMA, comparison_document
 
 Exporter = Callable[[Sequence[Titled]], str]
 _WIDTH = 80
+_GAP = 2
+_CELL = 22  # the longest label shown whole
 
 
 def text(runs: Sequence[Titled], steps: bool = False, charts: bool = True) -> str:
     """For people at a terminal: 80 columns, no colour."""
-    lines = [line for run in runs for line in header(run)]
+    lines = [part for run in runs for line in header(run) for part in textwrap.wrap(line, _WIDTH)]
     for grid in grids(runs):
         lines += ["", *_aligned(grid)]
+    lines += textwrap.wrap(LEGEND, _WIDTH)
     for run in runs:
         title = [f"{run.title}:"] if len(runs) > 1 else []
         if steps:
@@ -46,8 +58,9 @@ def markdown(runs: Sequence[Titled]) -> str:
     lines += [f"{_cell(line)}  " for run in runs for line in header(run)]
     for grid in grids(runs):
         lines += ["", _line(grid.heads)]
-        lines.append(_line(["---"] * grid.labels + ["---:"] * (len(grid.heads) - grid.labels)))
+        lines.append(_line(["---" if head in TEXT_HEADS else "---:" for head in grid.heads]))
         lines += [_line(row) for row in grid.rows]
+    lines += ["", LEGEND]
     for run in runs:
         title = f" ({_cell(run.title)})" if len(runs) > 1 else ""
         for heading, sentences in remarks(run.record):
@@ -190,17 +203,35 @@ def _csv_rows(run: Titled) -> list[dict[str, object]]:
 
 
 def _aligned(grid: Grid) -> list[str]:
-    """Columns padded to their widest cell, numbers to the right."""
-    table = [grid.heads, *grid.rows]
+    """Columns padded to their widest cell, numbers to the right.
+
+    Columns that do not fit follow below, behind the same labels.
+    """
+    table = [[_short(cell) for cell in row] for row in (grid.heads, *grid.rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(grid.heads))]
-    lines = []
-    for row in table:
-        cells = [
-            cell.ljust(width) if column < grid.labels else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
+    labels = list(range(grid.labels))
+    blocks = [list(labels)]
+    for column in range(grid.labels, len(grid.heads)):
+        wider = [*blocks[-1], column]
+        fits = sum(widths[c] + _GAP for c in wider) - _GAP <= _WIDTH
+        if fits or len(blocks[-1]) == len(labels):
+            blocks[-1] = wider
+        else:
+            blocks.append([*labels, column])
+    lines: list[str] = []
+    for block in blocks:
+        lines += [""] if lines else []
+        for row in table:
+            cells = [
+                row[c].ljust(widths[c]) if grid.heads[c] in TEXT_HEADS else row[c].rjust(widths[c])
+                for c in block
+            ]
+            lines.append((" " * _GAP).join(cells).rstrip())
     return lines
+
+
+def _short(cell: str) -> str:
+    return cell if len(cell) <= _CELL else cell[: _CELL - 1] + "…"
 
 
 def _wrapped(sentences: Sequence[str]) -> list[str]:

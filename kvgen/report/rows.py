@@ -15,6 +15,10 @@ from kvgen.report.units import (
     visible,
 )
 
+TEXT_HEADS = ("run", "contestant")
+"""Columns of words; all others hold numbers."""
+LEGEND = "speed-up: its TPOT over kvgen's; re-run: tokens it forwarded more than once"
+
 
 class Titled(NamedTuple):
     """A comparison and what tells it from others beside it; empty when it stands alone."""
@@ -24,7 +28,7 @@ class Titled(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A table: column heads, rows of cells. All but the leading ``labels`` columns are numbers."""
+    """A table: column heads, rows of cells. The leading ``labels`` columns tell rows apart."""
 
     heads: list[str]
     rows: list[list[str]]
@@ -50,7 +54,7 @@ def step_grid(run: Titled) -> Grid:
             ]
             position = row.depth + row.prompt_tokens + step
             rows.append([str(step), f"{position:,}", str(token), *cells])
-    return Grid(["step", "position", "id", *names], rows, 0)
+    return Grid(["step", "position", "id", *names], rows, 3)
 
 
 def header(run: Titled) -> list[str]:
