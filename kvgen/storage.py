@@ -31,15 +31,29 @@ def make_private(folder: Path) -> None:
         raise PermissionError(f"{folder} is not writable")
 
 
-def write_atomically(path: Path, content: str) -> None:
-    """Write text so that ``path`` is never seen half-written. Raises ``OSError``."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write text or bytes so that ``path`` is never seen half-written. Raises ``OSError``.
+
+    A new file may be read by whom the user's umask says, an old one by whom it was before.
+    """
+    data = content.encode("utf-8") if isinstance(content, str) else content
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(content)
+        with os.fdopen(handle, "wb") as file:
+            os.chmod(name, _mode(path))
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def _mode(path: Path) -> int:
+    try:
+        return path.stat().st_mode & 0o777
+    except OSError:
+        mask = os.umask(0o077)  # it can be read by setting it only
+        os.umask(mask)
+        return 0o666 & ~mask

@@ -25,6 +25,7 @@ from kvgen.report.rows import (
     step_grid,
 )
 from kvgen.report.saved import SCHEMA, comparison_document
+from kvgen.report.units import visible
 
 Exporter = Callable[[Sequence[Titled]], str]
 _WIDTH = 80
@@ -39,7 +40,7 @@ def text(runs: Sequence[Titled], steps: bool = False, charts: bool = True) -> st
         lines += ["", *_aligned(grid)]
     lines += textwrap.wrap(LEGEND, _WIDTH)
     for run in runs:
-        title = [f"{run.title}:"] if len(runs) > 1 else []
+        title = [f"{visible(run.title)}:"] if len(runs) > 1 else []
         if steps:
             lines += ["", *title, *_aligned(step_grid(run))]
         if charts:
@@ -150,7 +151,7 @@ def series(record: Comparison) -> list[Series]:
                 if item.contestant == facts.name:
                     positions += [first + step for step in range(1, len(item.step_s))]
                     seconds += item.step_s[1:]
-        found.append(Series(facts.name, positions, seconds))
+        found.append(Series(visible(facts.name), positions, seconds))
     return found
 
 
@@ -164,7 +165,8 @@ def remarks(record: Comparison) -> list[tuple[str, list[str]]]:
         ("Do not trust blindly", record.warnings),
         ("Notes", record.notes),
     ]
-    return [(heading, sentences) for heading, sentences in parts if sentences]
+    # Saved results come from anyone, so their words are made harmless as well.
+    return [(heading, [visible(item) for item in items]) for heading, items in parts if items]
 
 
 def _csv_rows(run: Titled) -> list[dict[str, object]]:
@@ -247,5 +249,5 @@ def _line(cells: Sequence[str]) -> str:
 
 def _cell(value: str) -> str:
     """Text that Markdown shows as it is."""
-    escaped = value.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
-    return escaped.replace("\n", " ").replace("`", "\\`")
+    escaped = visible(value).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+    return escaped.replace("`", "\\`")

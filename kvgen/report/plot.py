@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import html
 import io
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from kvgen.errors import UsageError
 from kvgen.report.exporters import remarks, series
 from kvgen.report.rows import Titled, grids, header
+from kvgen.storage import write_atomically
 
 SUFFIXES = (".svg", ".png", ".html")
 _STYLES = ("-", "--", ":", "-.")
@@ -44,12 +44,7 @@ def draw(path: Path, runs: Sequence[Titled]) -> None:
     content = out.getvalue()
     if path.suffix.lower() == ".html":
         content = _page(runs, content.decode("utf-8")).encode("utf-8")
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomically(path, content)
 
 
 def _figure(runs: Sequence[Titled]) -> Any:
@@ -76,7 +71,7 @@ def _steps(axes: Any, runs: Sequence[Titled]) -> None:
             label = f"{run.title}: {one.name}" if run.title else one.name
             axes.plot(xs, ys, label=label, **_style(number), markevery=max(1, len(xs) // 8))
             number += 1
-    axes.set_yscale("log")
+    _log_time(axes)
     axes.set_xlabel("position (tokens)")
     axes.set_ylabel("time per step (ms)")
     axes.grid(True, which="both", linewidth=0.3)
@@ -96,10 +91,20 @@ def _depths(axes: Any, runs: Sequence[Titled]) -> None:
                 xs, ys, errors = zip(*points, strict=True)
                 axes.errorbar(xs, ys, yerr=errors, capsize=3, **_style(number))
             number += 1
-    axes.set_yscale("log")
+    _log_time(axes)
     axes.set_xlabel("depth (tokens already in the cache)")
     axes.set_ylabel("time per output token (ms), median and spread")
     axes.grid(True, which="both", linewidth=0.3)
+
+
+def _log_time(axes: Any) -> None:
+    """A logarithmic time axis with plain numbers."""
+    from matplotlib.ticker import FuncFormatter
+
+    axes.set_yscale("log")
+    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_major_formatter(plain)
+    axes.yaxis.set_minor_formatter(plain)
 
 
 def _style(number: int) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def grids(runs: Sequence[Titled]) -> list[Grid]:
 
 def step_grid(run: Titled) -> Grid:
     """Median latency of every step, one column per contestant."""
-    names = [facts.name for facts in run.record.contestants]
+    names = [visible(facts.name) for facts in run.record.contestants]
     rows = []
     for row in run.record.rows:
         for step, token in enumerate(row.new_ids):
@@ -81,7 +81,7 @@ def _grid(runs: Sequence[Titled], heads: list[str], cells: object) -> Grid:
             for item in row.results:
                 label = [visible(run.title)] if several else []
                 label += [f"{row.depth:,}"] if swept or several else []
-                rows.append([*label, item.contestant, *cells(item)])  # type: ignore[operator]
+                rows.append([*label, visible(item.contestant), *cells(item)])  # type: ignore[operator]
     return Grid(labels + heads, rows, len(labels))
 
 
