@@ -37,20 +37,21 @@ def is_device(path: Path) -> bool:
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
-def write_atomically(path: Path, content: str) -> None:
-    """Write text so that ``path`` is never seen half-written. Raises ``OSError``.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write text or bytes so that ``path`` is never seen half-written. Raises ``OSError``.
 
     A file that is replaced keeps its permissions. A link stays one: what it points at is replaced.
     A device or a named pipe is written to, as nothing may take its place.
     """
+    data = content.encode("utf-8") if isinstance(content, str) else content
     if is_device(path):
-        path.write_text(content, "utf-8")
+        path.write_bytes(data)
         return
     path = path.resolve()
     temporary = path.with_name(f".kvgen-{secrets.token_hex(8)}")
     try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(content)
+        with temporary.open("xb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         if path.exists():

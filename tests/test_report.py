@@ -162,7 +162,7 @@ def record_of(steps: int = 3, **changes: Any) -> Generation:
     record = Generation(
         model=ModelFacts("toy", "folder", "/toy", None, "llama", 10, 40, 2, 128, 2048),
         environment=Environment(
-            *("0", "3", "2", "5", "Linux", "cpu", 4, 2, 0.5, "cpu", "float32", "sdpa", 1e10)
+            *("0", None, "3", "2", "5", "Linux", "cpu", 4, 2, 0.5, "cpu", "float32", "sdpa", 1e10)
         ),
         cached=True,
         prompt="Time",

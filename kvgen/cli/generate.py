@@ -55,6 +55,7 @@ def generate(
     dtype: shared.DtypeOption = shared.Dtype.auto,
     device: shared.DeviceOption = "auto",
     threads: shared.ThreadsOption = None,
+    load_format: shared.LoadFormatOption = shared.LoadFormat.auto,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
     offline: shared.OfflineOption = False,
     max_new_tokens: Annotated[
@@ -206,6 +207,7 @@ def generate(
             device=device,
             trust_remote_code=trust_remote_code,
             offline=offline,
+            load_format=load_format.value,
         )
         run = _prepare(load, options, threads, quiet)
     return view.show(run)

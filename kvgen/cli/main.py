@@ -14,8 +14,11 @@ from typing import Annotated, Any
 import typer
 
 from kvgen import __version__
+from kvgen.cli.compare import compare
 from kvgen.cli.generate import generate
 from kvgen.cli.interrupts import note_interrupts
+from kvgen.cli.ordered import OrderedCommand
+from kvgen.cli.report import report
 from kvgen.cli.streams import ReaderLeftError, prepare_streams
 from kvgen.errors import KvgenError
 from kvgen.report.units import visible
@@ -31,6 +34,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate)
+app.command(cls=OrderedCommand)(compare)
+app.command()(report)
 
 
 def _show_version(wanted: bool) -> None:

@@ -32,7 +32,12 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
             for long in parameter.opts
             if long.startswith("--") and long not in ("--config", "--help")
         }
-        context.default_map = config_values(path, str(context.info_name), known)
+        values = config_values(path, str(context.info_name), known)
+        lists = {str(p.name) for p in context.command.params if getattr(p, "multiple", False)}
+        context.default_map = {
+            name: [value] if name in lists and not isinstance(value, list) else value
+            for name, value in values.items()
+        }
     return path
 
 
@@ -94,6 +99,13 @@ class Dtype(str, Enum):
     float16 = "float16"
 
 
+class LoadFormat(str, Enum):
+    """Where weights come from."""
+
+    auto = "auto"
+    dummy = "dummy"
+
+
 _MODEL, _OUTPUT = "Model", "Output"
 
 ModelOption = Annotated[
@@ -110,6 +122,14 @@ RevisionOption = Annotated[
 ]
 DtypeOption = Annotated[
     Dtype, option("--dtype", help="auto: the checkpoint's.", rich_help_panel=_MODEL)
+]
+LoadFormatOption = Annotated[
+    LoadFormat,
+    option(
+        "--load-format",
+        help="dummy: random weights for the architecture file (as config.json) that --model names.",
+        rich_help_panel=_MODEL,
+    ),
 ]
 DeviceOption = Annotated[
     str, option("--device", help="auto, cpu, cuda, cuda:N or mps.", rich_help_panel=_MODEL)

@@ -1,4 +1,4 @@
-"""Progress while a model is made ready: on a terminal's stderr only."""
+"""Progress while a model is made ready or measured: on a terminal's stderr only."""
 
 from __future__ import annotations
 
@@ -33,6 +33,30 @@ def loading(quiet: bool) -> Iterator[ProgressCallback]:
         yield lambda what, done, total: bar.update(
             task, description=what, completed=done, total=total
         )
+
+
+@contextmanager
+def measuring(quiet: bool) -> Iterator[ProgressCallback]:
+    """As ``loading``, with the time left, drawn only when called: never inside a timed region.
+
+    Silent without a terminal.
+    """
+    if quiet or not sys.stderr.isatty():
+        yield lambda what, done, total: None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from kvgen.cli.streams import error_console
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    console = error_console()
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("measuring", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total, refresh=True)
+
+        yield show
 
 
 def _say_once() -> ProgressCallback:

@@ -33,7 +33,7 @@ class Output:
         self._kept: list[str] = []
         self._terminal = path is None and self._stream.isatty()
         if path is not None:
-            _check_writable(path)
+            check_target(path)
 
     def write(self, text: str) -> None:
         """Add ``text``; on stdout it is visible at once. Raises ``ReaderLeftError``."""
@@ -64,8 +64,11 @@ class Output:
             raise KvgenError(f"cannot write {self._path}: {error.strerror}") from error
 
 
-def _check_writable(path: Path) -> None:
-    """Find what is wrong with the file before the work whose result it is to hold."""
+def check_target(path: Path) -> None:
+    """Find what is wrong with a file before the work whose result it is to hold.
+
+    Raises ``UsageError``.
+    """
     place = path if is_device(path) else path.resolve().parent
     if path.is_dir() or not place.exists():
         raise UsageError(f"cannot write {path}: its folder must exist, and it must be a file")

@@ -57,7 +57,4 @@ class Decoder:
         if self.cache is None or self._adapter is None:
             return self._forward.uncached(self.ids)
         pending = self.ids[self.cache.position :]
-        size = self._chunk or len(pending)
-        for begin in range(0, len(pending), size):
-            logits = self._forward.cached(pending[begin : begin + size], self._adapter)
-        return logits
+        return self._forward.extend(pending, self._adapter, self._chunk)

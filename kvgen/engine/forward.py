@@ -13,6 +13,7 @@ from torch import Tensor
 from kvgen.cache.adapter import (
     TransformersCache,
     cache_argument,
+    continues_prefill,
     counts_own_positions,
     lend_states,
     state_holders,
@@ -33,6 +34,7 @@ class Forward:
         self._device = model.device
         parameters = inspect.signature(type(model).forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._continues = continues_prefill(model)
         self._state_holders = state_holders(model)
         self._takes_positions = "position_ids" in parameters and not counts_own_positions(model)
 
@@ -48,6 +50,19 @@ class Forward:
         """Forward the whole of ``ids`` from nothing; the logits ``[vocab]`` after the last."""
         return self._run(ids, **self._last_only, use_cache=False)[-1].clone()
 
+    def extend(self, ids: list[int], cache: TransformersCache, piece: int | None = None) -> Tensor:
+        """As ``cached``, in pieces of at most ``piece`` tokens, all at once by default.
+
+        A model that starts its state over at a second piece gets everything at once on an empty
+        cache, and single tokens later.
+        """
+        if not self._continues:
+            piece = 1 if cache.kv.position else None
+        size = piece or len(ids)
+        for begin in range(0, len(ids), size):
+            logits = self.cached(ids[begin : begin + size], cache)
+        return logits
+
     def cached_everywhere(self, ids: list[int], cache: TransformersCache) -> Tensor:
         """As ``cached``, but the logits after each id, ``[ids, vocab]``."""
         return self._run_cached(ids, cache)
@@ -56,17 +71,27 @@ class Forward:
         """As ``uncached``, but the logits after each id, ``[ids, vocab]``."""
         return self._run(ids, use_cache=False)
 
-    def _run_cached(self, ids: list[int], cache: TransformersCache, **inputs: Any) -> Tensor:
-        inputs |= {cache_argument(self._model): cache, "use_cache": True}
-        if self._takes_positions:
-            first = cache.kv.position
-            positions = torch.arange(first, first + len(ids), device=self._device)
-            inputs["position_ids"] = positions.unsqueeze(0)
+    def after(self, ids: list[int], cache: Any, position: int) -> Tensor:
+        """Forward ``ids`` at ``position`` with any cache the model takes, which stores them.
+
+        Returns the logits ``[vocab]`` that follow the last id.
+        """
+        return self._run(ids, **self._inputs(len(ids), cache, position), **self._last_only)[-1]
+
+    def _run_cached(self, ids: list[int], cache: TransformersCache, **more: Any) -> Tensor:
+        inputs = self._inputs(len(ids), cache, cache.kv.position)
         lend_states(self._state_holders, cache.kv)
-        logits = self._run(ids, **inputs)
+        logits = self._run(ids, **inputs, **more)
         take_back_states(self._state_holders, cache.kv)
         cache.kv.advance(len(ids))
         return logits
+
+    def _inputs(self, tokens: int, cache: Any, position: int) -> dict[str, Any]:
+        inputs: dict[str, Any] = {cache_argument(self._model): cache, "use_cache": True}
+        if self._takes_positions:
+            positions = torch.arange(position, position + tokens, device=self._device)
+            inputs["position_ids"] = positions.unsqueeze(0)
+        return inputs
 
     def _run(self, ids: list[int], **inputs: Any) -> Tensor:
         with torch.inference_mode():

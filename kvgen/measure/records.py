@@ -94,6 +94,8 @@ class Environment:
     """Where and with what the run was made."""
 
     kvgen: str
+    kvgen_revision: str | None
+    """Git commit of kvgen's own checkout, with + for changes; absent when installed."""
     python: str
     torch: str
     transformers: str

@@ -29,6 +29,7 @@ from kvgen.models import LoadedModel
 from kvgen.storage import cache_root
 
 DEFAULT_NEW_TOKENS = 64
+RANDOM_WEIGHTS = "random weights: time and bytes are real, the text means nothing"
 _HANDFUL = 5
 _KEPT_FOR_SAMPLE = 16
 _KEPT_BYTES = 512 * 1024 * 1024
@@ -90,7 +91,7 @@ class GenerationRun:
         if options.warmup:
             self._warm_up(ids)
         self.record = Generation(
-            model=_model_facts(loaded, self._weights.total, self._cache),
+            model=model_facts(loaded, self._weights.total, self._cache),
             environment=environment(loaded.model, loaded.device, self._dtype, bandwidth),
             cached=options.cached,
             prompt=options.prompt,
@@ -100,6 +101,9 @@ class GenerationRun:
             prefill_chunk=options.prefill_chunk,
             sampling=asdict(options.sampling) | {"seed": sampler.seed},
         )
+
+        if loaded.source.kind == "random weights":
+            self.record.notes.append(RANDOM_WEIGHTS)
 
     def pieces(self) -> Iterator[str]:
         """Generate; yield after every step the text that may now be shown, which may be empty."""
@@ -268,7 +272,8 @@ class GenerationRun:
         )
 
 
-def _model_facts(loaded: LoadedModel, weight_bytes: int, cache: KVCache | None) -> ModelFacts:
+def model_facts(loaded: LoadedModel, weight_bytes: int, cache: KVCache | None) -> ModelFacts:
+    """What a record says of a model; ``weight_bytes`` of all its weights and buffers."""
     config, source = loaded.config, loaded.source
     per_token = total_bytes(cache.specs, 1, loaded.dtype.itemsize) if cache else None
     return ModelFacts(

@@ -38,8 +38,12 @@ def load_model(options: LoadOptions, progress: ProgressCallback | None = None) -
 
     Raises UsageError for an unknown or absent dtype or device, InputError when memory runs out,
     and ModelError for everything that is wrong with the model; never returns a model with weights
-    that its files do not hold.
+    that its files do not hold, unless ``load_format`` asks for random ones.
     """
+    if options.load_format == "dummy":
+        from kvgen.models.dummy import load_dummy
+
+        return load_dummy(options)
     report = progress or no_progress
     check_dtype_name(options.dtype)
     device = choose_device(options.device)

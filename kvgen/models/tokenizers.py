@@ -24,11 +24,15 @@ _VOCABULARIES = (
 )
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether any file there carries a vocabulary."""
+    return any(any(folder.glob(pattern)) for pattern in _VOCABULARIES)
+
+
 def load_tokenizer(folder: Path, name: str, options: LoadOptions) -> PreTrainedTokenizerBase:
     """The tokenizer in a model folder; ModelError when there is none or it cannot be read."""
-    has_vocabulary = any(any(folder.glob(pattern)) for pattern in _VOCABULARIES)
     # transformers makes an empty tokenizer of some types when the files are absent.
-    if not has_vocabulary and not (options.trust_remote_code and any(folder.glob("*.py"))):
+    if not has_tokenizer(folder) and not (options.trust_remote_code and any(folder.glob("*.py"))):
         raise ModelError(f"{name}: no tokenizer in the model folder (such as tokenizer.json)")
     from transformers import AutoTokenizer
 

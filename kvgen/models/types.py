@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 ProgressCallback = Callable[[str, int, int], None]
 """Called with what is being done, how much is done and the total, in that work's own unit."""
 
-SourceKind = Literal["folder", "hub", "gguf"]
+SourceKind = Literal["folder", "hub", "gguf", "random weights"]
 
 
 def no_progress(_what: str, _done: int, _total: int) -> None:
@@ -23,7 +23,10 @@ def no_progress(_what: str, _done: int, _total: int) -> None:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What the user asked for. ``model=None`` means the default model."""
+    """What the user asked for. ``model=None`` means the default model.
+
+    ``load_format`` "dummy" fills an architecture with random weights, see ``kvgen.models.dummy``.
+    """
 
     model: str | None = None
     revision: str | None = None
@@ -31,6 +34,7 @@ class LoadOptions:
     device: str = "auto"
     trust_remote_code: bool = False
     offline: bool = False
+    load_format: Literal["auto", "dummy"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class ModelSource:
     """What a model name was resolved to.
 
     ``path`` is a folder with safetensors, except for a GGUF file that is still to be converted,
-    where it is the file. ``revision`` is the Hub commit; ``sha256`` the GGUF file's content hash.
+    where it is the file, and for random weights, where it may be an architecture file.
+    ``revision`` is the Hub commit; ``sha256`` the GGUF file's content hash.
     """
 
     name: str

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvgen.measure.environment import busy
 from kvgen.measure.records import Generation, Step
 from kvgen.report.units import bytes_text, seconds_text, visible
 
@@ -136,12 +137,9 @@ def _footer(record: Generation) -> list[str]:
     if any(step.recompute_source == "fitted" for step in record.steps):
         measured = sum(step.recompute_source == "measured" for step in record.steps)
         lines.append(f"~ fitted to {measured} measured positions")
-    where = record.environment
-    if where.load_average is not None and where.load_average > 1.5 * where.cores:
-        lines.append(
-            f"load average {where.load_average:.1f} on {where.cores} cores: other work ran beside "
-            "this, so do not trust the times"
-        )
+    warning = busy(record.environment)
+    if warning is not None:
+        lines.append(warning)
     lines += record.notes
     lines.append(check_line(record))
     return lines

@@ -22,6 +22,20 @@ def seconds_text(seconds: float) -> str:
     return f"{_three_figures(seconds)} s"
 
 
+def seconds_with_spread(seconds: float, spread: float) -> str:
+    """Both in one unit, the spread no finer than the value: ``47.3 ± 1.2 ms``."""
+    scale, unit = next((s for s in ((1.0, "s"), (1e3, "ms")) if seconds * s[0] >= 1), (1e6, "µs"))
+    value = _three_figures(seconds * scale)
+    decimals = len(value.partition(".")[2])
+    return f"{value} ± {spread * scale:.{decimals}f} {unit}"
+
+
+def factor_with_spread(value: float, spread: float) -> str:
+    """A ratio: ``18.3x ± 0.4``."""
+    text = _three_figures(value)
+    return f"{text}x ± {spread:.{len(text.partition('.')[2])}f}"
+
+
 def _three_figures(value: float) -> str:
     decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{decimals}f}"

@@ -1,0 +1,144 @@
+"""From what was asked for to a ``ComparisonRun`` ready to go: tokens, contestants, facts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from kvgen.cache.adapter import specs_for
+from kvgen.cache.manager import KVCache
+from kvgen.engine.policies import find_policy
+from kvgen.engine.prompt import check_fits, encode
+from kvgen.errors import UsageError
+from kvgen.measure.clock import Clock, DeviceClock
+from kvgen.measure.compare import ComparisonRun, Track
+from kvgen.measure.comparison_records import Comparison
+from kvgen.measure.contestants import Cached, Contestant, Uncached
+from kvgen.measure.environment import busy, environment, load_average
+from kvgen.measure.rivals import LibraryCache, LibraryGenerate, LibraryStaticCache
+from kvgen.measure.roofline import measured_bandwidth
+from kvgen.measure.run import RANDOM_WEIGHTS, model_facts
+from kvgen.measure.tokens import check_vocabulary, read_tokens, tracks_for
+from kvgen.models import LoadedModel
+from kvgen.storage import cache_root
+
+REFERENCE = "kvgen"
+RIVALS: dict[str, Callable[[LoadedModel], Contestant]] = {
+    "transformers": LibraryCache,
+    "transformers-static": LibraryStaticCache,
+    "generate": LibraryGenerate,
+}
+"""What ``--against`` knows."""
+
+
+class Choice(NamedTuple):
+    """A contestant as an option names it: the option (``no_cache``, ``against``, ``cache`` or
+    ``dtype``) and its value.
+    """
+
+    option: str
+    value: str = ""
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """What to compare, over which tokens, how often."""
+
+    choices: tuple[Choice, ...]
+    prompt: str | None = None
+    chat: bool = False
+    system: str | None = None
+    prompt_tokens: int = 128
+    new_tokens: int = 32
+    depths: tuple[int, ...] = (0,)
+    tokens: Path | None = None
+    repetitions: int = 5
+    warmup: bool = True
+
+
+def check_choices(choices: Sequence[Choice]) -> None:
+    """Raise ``UsageError`` for an unknown or repeated contestant, before anything is loaded."""
+    for choice in choices:
+        if choice.option == "against" and choice.value not in RIVALS:
+            raise UsageError(
+                f"--against {choice.value}: unknown; choose one of {', '.join(RIVALS)}"
+            )
+        if choice.option == "cache":
+            find_policy(choice.value)
+    if len(set(choices)) < len(choices):
+        raise UsageError("a contestant is named twice; name each once")
+
+
+def prepare(
+    loaded: LoadedModel,
+    options: CompareOptions,
+    load_in: Callable[[str], LoadedModel],
+    clock: Clock | None = None,
+) -> ComparisonRun:
+    """Everything before the first measurement; ``load_in`` loads the model in another dtype.
+
+    Raises ``InputError`` if the tokens do not fit the model.
+    """
+    check_choices(options.choices)
+    load_before = load_average()
+    # Set, not only read: libraries that ask at other times then see the same number.
+    torch.set_num_threads(torch.get_num_threads())
+    clock = clock or DeviceClock(loaded.device)
+    begin = clock.now()
+    tracks, source = _tracks(loaded, options)
+    tokenize_s = clock.now() - begin if options.tokens is None else 0.0
+    new_tokens = len(tracks[0].new_ids) if tracks[0].new_ids else options.new_tokens
+    for track in tracks:
+        check_fits(len(track.ids), new_tokens, loaded.context_limit)
+    check_vocabulary(tracks, int(loaded.config.vocab_size))
+
+    reference = Cached(loaded, REFERENCE)
+    contestants = [reference, *(_contestant(c, loaded, load_in) for c in options.choices)]
+    bandwidth = measured_bandwidth(loaded.device, torch.get_num_threads(), cache_root())
+    cache = KVCache(specs_for(loaded.model))
+    record = Comparison(
+        model=model_facts(loaded, reference.weights.total, cache),
+        environment=environment(loaded.model, loaded.device, reference.facts.dtype, bandwidth),
+        random_weights=loaded.source.kind == "random weights",
+        prompt=options.prompt or "",
+        prompt_source=source,  # type: ignore[arg-type]
+        tokenize_s=tokenize_s,
+        new_tokens=new_tokens,
+        depths=[len(track.prefix) for track in tracks],
+        repetitions=options.repetitions,
+        warmup=options.warmup,
+        contestants=[contestant.facts for contestant in contestants],
+    )
+    record.environment.load_average = load_before
+    if record.random_weights:
+        record.notes.append(RANDOM_WEIGHTS)
+    warning = busy(record.environment)
+    record.warnings += [] if warning is None else [warning]
+    return ComparisonRun(contestants, tracks, record, clock)
+
+
+def _tracks(loaded: LoadedModel, options: CompareOptions) -> tuple[list[Track], str]:
+    """The tokens, and where they come from."""
+    if options.tokens is not None:
+        return read_tokens(options.tokens), "tokens"
+    if options.prompt is None:
+        tracks = tracks_for(loaded.tokenizer, None, options.prompt_tokens, options.depths)
+        return tracks, "built-in"
+    ids = encode(loaded.tokenizer, options.prompt, options.chat, options.system)
+    return tracks_for(loaded.tokenizer, ids, 0, options.depths), "given"
+
+
+def _contestant(
+    choice: Choice, loaded: LoadedModel, load_in: Callable[[str], LoadedModel]
+) -> Contestant:
+    if choice.option == "no_cache":
+        return Uncached(loaded)
+    if choice.option == "against":
+        return RIVALS[choice.value](loaded)
+    if choice.option == "cache":
+        return Cached(loaded, f"{REFERENCE} {choice.value}", choice.value)
+    return Cached(load_in(choice.value), f"{REFERENCE} {choice.value}")
