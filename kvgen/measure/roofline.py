@@ -34,8 +34,7 @@ class WeightReads:
         self._embedding = 0 if tied else parameters[table.data_ptr()]
         self._row = 0 if tied else table[0].numel() * table.element_size()
         config = model.config.get_text_config(decoder=True)
-        experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-        chosen = getattr(config, "num_experts_per_tok", None)
+        experts, chosen = _first(config, _EXPERTS), _first(config, _CHOSEN)
         self._share_per_token = chosen / experts if experts and chosen else 1.0
         inside = [p for name, p in model.named_parameters() if ".experts." in name]
         self._experts = sum(_unique(inside).values())
@@ -45,6 +44,15 @@ class WeightReads:
         skipped_rows = max(0, self._embedding - tokens * self._row)
         skipped_experts = self._experts * (1 - min(1.0, tokens * self._share_per_token))
         return self.total - skipped_rows - int(skipped_experts)
+
+
+# What configurations call the number of experts, and of those that each token is sent to.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int | None:
+    return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
 def _unique(tensors: list[Any]) -> dict[int, int]:

@@ -8,9 +8,9 @@ from torch import Tensor
 from kvgen.measure.records import Check, CheckedStep, Verdict
 
 # Largest |Δlogit| that still counts as the same arithmetic in another order, relative to the
-# largest |logit|. A few hundred roundings of float32 (2^-24) and bfloat16 (2^-9) add up like this
-# over the layers of a model; a wrong position or a lost pair moves logits by far more.
-_RELATIVE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+# largest |logit|: twice the most that was seen over SmolLM2's 30 layers in each 16-bit dtype, ten
+# times in float32. Damage smaller than that passes unseen, so the proof is best made in float32.
+_RELATIVE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 7e-2}
 
 
 def tolerance(dtype: str, largest_logit: float) -> float:

@@ -163,5 +163,11 @@ def _require_complete(info: dict[str, Any], name: str) -> None:
                 f"{name}: the checkpoint {problem} {', '.join(keys[:3])}{more}, "
                 "so it does not fit its config.json"
             )
+    unused = sorted(str(key) for key in info.get("unexpected_keys") or ())
+    if unused:
+        logger.warning(
+            "%s: its files hold %d tensors that its config.json has no place for, such as %s",
+            *(name, len(unused), unused[0]),
+        )
     if info.get("error_msgs"):
         raise ModelError(f"{name}: {info['error_msgs'][0]}")
