@@ -67,7 +67,9 @@ def specs_from_config(config: Any, expand_latent: bool = False) -> list[LayerSpe
 def _layer_kinds(whole: Settings) -> list[str]:
     """The kind of each layer, as the configuration states or implies it."""
     # In encoder-decoder configurations the common name counts the encoder's layers.
-    layers = whole.count("decoder_layers", "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    layers = whole.integer("decoder_layers") or whole.count(
+        "num_hidden_layers", "n_layer", "num_layers", "n_layers"
+    )
     stated = whole.get("layer_types", "layers_block_type")
     if stated is None:
         kinds = [_implied_kind(whole.of_layer(index)) for index in range(layers)]
