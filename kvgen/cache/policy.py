@@ -83,6 +83,11 @@ class Policy(ABC):
         return 256
 
     @property
+    def even_span(self) -> int:
+        """Any so many successive tokens add the same number of bytes, once there are many."""
+        return 1
+
+    @property
     def note(self) -> str | None:
         """What a reader of the output must know; ``None`` for an exact policy."""
         return None

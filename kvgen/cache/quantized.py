@@ -49,6 +49,11 @@ class Quantized(Policy):
             raise UsageError(f"keys are quantised per token or per channel, not {self.keys!r}")
 
     @property
+    def even_span(self) -> int:
+        """A block."""
+        return self.block
+
+    @property
     def note(self) -> str:
         """That rounding changes predictions."""
         return (

@@ -15,6 +15,7 @@ import typer
 
 from kvgen import __version__
 from kvgen.cli.generate import generate
+from kvgen.cli.size import size
 from kvgen.cli.streams import ReaderLeftError
 from kvgen.errors import KvgenError
 
@@ -29,6 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate)
+app.command()(size)
 
 
 def _show_version(wanted: bool) -> None:
