@@ -74,13 +74,21 @@ class Policy(ABC):
     """A way of storing pairs. The fields of a subclass are its options on the command line."""
 
     description: ClassVar[str]
-    exact: ClassVar[bool] = True
-    """Whether the model's output is what it would be without a cache."""
+    tolerance: ClassVar[float | None] = None
+    """How far logits may move, relative to the largest; infinity promises nothing, ``None`` says
+    that the policy changes no prediction."""
+    gaps: ClassVar[bool] = False
+    """Whether tokens between others may be gone, so that a slot does not tell a position."""
 
     @property
     def growth(self) -> int:
         """Slots by which buffers grow, also those of what is no pair."""
         return 256
+
+    @property
+    def exact(self) -> bool:
+        """Whether predictions are what they would be without a cache."""
+        return self.tolerance is None
 
     @property
     def even_span(self) -> int:

@@ -15,6 +15,7 @@ Imports neither torch nor transformers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar
 
 from kvgen.cache.policy import PairSlots, Policy
@@ -30,7 +31,6 @@ _SCALE_BYTES = 4  # a minimum and a scale in 16 bits each
 class Quantized(Policy):
     """See the module; ``bits`` is 8 or 4."""
 
-    exact: ClassVar[bool] = False
     bits: ClassVar[int]
     group: int = 64
     """Numbers that share a scale."""
@@ -103,10 +103,11 @@ class Quantized(Policy):
 
 @dataclass(frozen=True)
 class Int8(Quantized):
-    """256 levels."""
+    """256 levels. The tolerance is some five times what SmolLM2 loses on a long prompt."""
 
     description: ClassVar[str] = "pairs quantised to 8 bits"
     bits: ClassVar[int] = 8
+    tolerance: ClassVar[float] = 0.02
 
 
 @dataclass(frozen=True)
@@ -115,4 +116,5 @@ class Int4(Quantized):
 
     description: ClassVar[str] = "pairs quantised to 4 bits"
     bits: ClassVar[int] = 4
+    tolerance: ClassVar[float] = inf
     keys: str = "channel"

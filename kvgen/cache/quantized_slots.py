@@ -174,6 +174,7 @@ class QuantizedSlots:
             self._new.drop_first(until - start)
         self._until = until
         self._evict(first)
+        self._new.give_back()
 
     def _quantize(self, begin: int, until: int) -> None:
         """Turn the new tokens from position ``begin`` to ``until`` into codes."""

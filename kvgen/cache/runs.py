@@ -69,6 +69,11 @@ class Run:
         """Forget the oldest ``count`` slots."""
         self._begin += count
 
+    def give_back(self) -> None:
+        """Shrink buffers that a long prompt has left far larger than what is in them."""
+        if self.capacity > len(self) + 2 * self.step:
+            self._move(-(-max(1, len(self)) // self.step) * self.step)
+
     def drop_last(self, count: int) -> None:
         """Forget the newest ``count`` slots."""
         self._end -= count
@@ -85,12 +90,16 @@ class Run:
         return twin
 
     def _make_room(self, needed: int) -> None:
-        filled, held = slice(self._begin, self._end), len(self)
-        capacity = self.capacity
+        held, capacity = len(self), self.capacity
         # Moving to the front pays once half of the buffer has been dropped.
         if needed > capacity - capacity // 2 or needed > capacity:
             grown = max(needed, held + held // 8)
             capacity = -(-grown // self.step) * self.step
+        self._move(capacity)
+
+    def _move(self, capacity: int) -> None:
+        """What is filled to the front of new buffers."""
+        filled, held = slice(self._begin, self._end), len(self)
         moved = tuple(b.new_empty((*b.shape[:2], capacity, b.shape[3])) for b in self._buffers)
         for target, source in zip(moved, self._buffers, strict=True):
             target[:, :, :held] = source[:, :, filled]

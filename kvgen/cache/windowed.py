@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, ClassVar
 
 from kvgen.cache.policy import PairSlots, Policy
@@ -31,7 +32,8 @@ class Window(Policy):
     """See the module."""
 
     description: ClassVar[str] = "full-attention layers cut to their first and last tokens"
-    exact: ClassVar[bool] = False
+    tolerance: ClassVar[float] = inf
+    gaps: ClassVar[bool] = True
     window: int = 0
     """Newest tokens kept."""
     sink: int = 0

@@ -6,7 +6,8 @@ Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import lcm
 
 from kvgen.cache.policies import find_policy
 from kvgen.cache.policy import Policy
@@ -57,6 +58,20 @@ def kv_bytes(specs: Sequence[LayerSpec], tokens: int, storage: Storage, batch: i
             "them: kvgen generate"
         )
     return found
+
+
+def windowless(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """The same layers without their windows."""
+    return [replace(spec, window=None) if spec.window else spec for spec in specs]
+
+
+def growth(specs: Sequence[LayerSpec], storage: Storage, after: int | None = None) -> int:
+    """Bytes that one more token adds, rounded up; averaged where tokens are stored in blocks."""
+    rates = [part.rate for spec in specs for part in spec.compressed]
+    span = lcm(storage.policy.even_span, *rates)
+    begin = after or (1 if span == 1 else 1 << 16)
+    grown = kv_bytes(specs, begin + span, storage) - kv_bytes(specs, begin, storage)
+    return -(-grown // span)
 
 
 class Fitter:

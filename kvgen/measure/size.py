@@ -7,9 +7,8 @@ named as one wherever it is used.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
-from math import lcm
 from pathlib import Path
 
 from kvgen.cache.policy import Policy
@@ -18,7 +17,7 @@ from kvgen.cache.settings import Settings
 from kvgen.cache.shapes import specs_from_config
 from kvgen.cache.spec import LayerSpec
 from kvgen.errors import InputError, UsageError
-from kvgen.measure.fit import QUANTIZED, Fitter, Storage, find_storage, kv_bytes
+from kvgen.measure.fit import QUANTIZED, Fitter, Storage, find_storage, growth, kv_bytes, windowless
 from kvgen.measure.size_records import Alternative, LayerGroup, Size, SizeRow
 from kvgen.models.architecture import Architecture
 
@@ -45,7 +44,7 @@ def size_of(architecture: Architecture, options: SizeOptions) -> Size:
     fields = Settings(decoder_settings(architecture.config))
     expands = expands_latent(str(fields.get("model_type")))
     stored = specs_from_config(architecture.config, expand_latent=expands)
-    specs = _windowless(stored) if options.as_if_full else stored
+    specs = windowless(stored) if options.as_if_full else stored
     names = dict.fromkeys(options.kv_dtypes or (architecture.dtype,))
     storages = [find_storage(name, architecture.itemsize, options.cache) for name in names]
     first = storages[0]
@@ -59,8 +58,8 @@ def size_of(architecture: Architecture, options: SizeOptions) -> Size:
         weight_source=architecture.weight_source,
         groups=list(_groups(specs, first)),
         kv_dtype=first.name,
-        bytes_per_token=_growth(_windowless(specs), first),
-        bytes_per_token_later=_growth(specs, first, after=1 << 24),
+        bytes_per_token=growth(windowless(specs), first),
+        bytes_per_token_later=growth(specs, first, after=1 << 24),
         fixed_bytes=sum(_fixed(spec, first.itemsize) or 0 for spec in specs),
         notes=list(_notes(stored, first.policy, options.as_if_full)),
     )
@@ -117,19 +116,6 @@ def expands_latent(model_type: str) -> bool:
     return False
 
 
-def _windowless(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
-    return [replace(spec, window=None) if spec.window else spec for spec in specs]
-
-
-def _growth(specs: Sequence[LayerSpec], storage: Storage, after: int | None = None) -> int:
-    """Bytes that one more token adds, rounded up; averaged where tokens are stored in blocks."""
-    rates = [part.rate for spec in specs for part in spec.compressed]
-    span = lcm(storage.policy.even_span, *rates)
-    begin = after or (1 if span == 1 else 1 << 16)
-    grown = kv_bytes(specs, begin + span, storage) - kv_bytes(specs, begin, storage)
-    return -(-grown // span)
-
-
 def _fixed(spec: LayerSpec, itemsize: int) -> int | None:
     if spec.states is None:
         return None
@@ -142,7 +128,7 @@ def _groups(specs: Sequence[LayerSpec], storage: Storage) -> Iterator[LayerGroup
         counts[spec] = counts.get(spec, 0) + 1
     for spec, layers in counts.items():
         fixed = _fixed(spec, storage.itemsize)
-        growth = _growth(_windowless([spec] * layers), storage)
+        grown = growth(windowless([spec] * layers), storage)
         yield LayerGroup(
             kind=spec.kind,
             layers=layers,
@@ -150,25 +136,25 @@ def _groups(specs: Sequence[LayerSpec], storage: Storage) -> Iterator[LayerGroup
             key_dim=spec.key_dim,
             value_dim=spec.value_dim,
             window=spec.window,
-            bytes_per_token=growth,
+            bytes_per_token=grown,
             fixed_bytes=None if fixed is None else fixed * layers,
-            formula=_formula(spec, layers, storage, growth),
+            formula=_formula(spec, layers, storage, grown),
         )
 
 
-def _formula(spec: LayerSpec, layers: int, storage: Storage, growth: int) -> str:
+def _formula(spec: LayerSpec, layers: int, storage: Storage, grown: int) -> str:
     """The formula with this model's numbers in it; empty for layers without pairs."""
     if not spec.has_pairs:
         return ""
     many = f"{layers} layers × {spec.num_key_value_heads} KV heads"
     if storage.name in QUANTIZED:
-        return f"{many} × codes and scales of {storage.name} = {growth:,} bytes per token"
+        return f"{many} × codes and scales of {storage.name} = {grown:,} bytes per token"
     if spec.key_dim == spec.value_dim:
         many = f"2 × {many} × {spec.key_dim} head_dim"
     else:
         many += f" × ({spec.key_dim} + {spec.value_dim})"
     also = ", and what chooses among them" if spec.index_dim or spec.compressed else ""
-    return f"{many} × {storage.itemsize} bytes{also} = {growth:,} bytes per token"
+    return f"{many} × {storage.itemsize} bytes{also} = {grown:,} bytes per token"
 
 
 def _notes(specs: Sequence[LayerSpec], policy: Policy, as_if_full: bool) -> Iterator[str]:
@@ -198,5 +184,5 @@ def _alternatives(
     if fields.integer("kv_lora_rank"):
         for name, expand in (("compressed latent", False), ("expanded keys and values", True)):
             specs = specs_from_config(architecture.config, expand_latent=expand)
-            found.append(Alternative(name, _growth(specs, storage), expand == expands))
+            found.append(Alternative(name, growth(specs, storage), expand == expands))
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,11 @@ _RELATIVE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 def tolerance(dtype: str, largest_logit: float) -> float:
     """Largest |Δlogit| accepted as equal in ``dtype`` for logits up to ``largest_logit``."""
     return _RELATIVE[dtype] * max(1.0, largest_logit)
+
+
+def lossy_tolerance(relative: float | None, largest_logit: float) -> float | None:
+    """The same for a storage policy that states its own, ``relative`` to the largest |logit|."""
+    return None if relative is None else relative * max(1.0, largest_logit)
 
 
 def largest_logit(logits: Tensor) -> float:
@@ -38,12 +45,21 @@ def compare_step(index: int, logits: Tensor, reference: Tensor) -> CheckedStep:
     )
 
 
-def judge(steps: list[CheckedStep], limit: float) -> Check:
+def judge(steps: list[CheckedStep], limit: float, lossy: float | None = None) -> Check:
     """``exact``: the same tokens, logits within ``limit``. ``tolerance``: logits within it too, but
     a token differs because its margin was smaller than the logits' difference. Else ``broken``.
+
+    For a cache that is known to change predictions, ``lossy`` is how far; infinity is no limit.
+    Within it the verdict is ``lossy`` where it would be ``broken``.
     """
     verdict: Verdict = "exact" if all(step.same_token for step in steps) else "tolerance"
     # Written so that a NaN is broken.
     if not all(step.max_abs_logit_difference <= limit for step in steps):
         verdict = "broken"
-    return Check(steps, limit, verdict)
+    if lossy is None:
+        return Check(steps, limit, verdict)
+    accepted = (step.max_abs_logit_difference <= lossy for step in steps)
+    finite = all(isfinite(step.max_abs_logit_difference) for step in steps)
+    if verdict == "broken" and finite and all(accepted):
+        verdict = "lossy"
+    return Check(steps, limit, verdict, lossy if isfinite(lossy) else None)

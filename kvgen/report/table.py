@@ -19,6 +19,7 @@ _ENDINGS = {
     "end": "the model ended its text",
     "stop": "stop string",
     "interrupted": "interrupted",
+    "memory": "out of memory",
 }
 
 
@@ -173,5 +174,12 @@ def check_line(record: Generation) -> str:
     if check.verdict == "tolerance":
         return (
             f"{what}same within {check.tolerance:.1e}, {difference}, but a near tie fell otherwise"
+        )
+    if check.verdict == "lossy":
+        accepted = check.lossy_tolerance
+        limit = "" if accepted is None else f" where {accepted:.1e} is accepted"
+        return (
+            f"{what}lossy as --cache {record.cache} is, {difference}{limit}, "
+            f"the same likeliest token at {check.same_tokens}"
         )
     return f"{what}BROKEN, {difference} where {check.tolerance:.1e} is accepted"
