@@ -113,7 +113,7 @@ class TokenSlots:
 
     def fork(self) -> TokenSlots:
         """An independent copy of what is held."""
-        twin = TokenSlots(self.window, self.step, self.reserve)
+        twin = type(self)(self.window, self.step, self.reserve)
         twin.length = self.length
         twin._buffers = tuple(buffer[:, :, self._start :].clone() for buffer in self._buffers)
         return twin
