@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from kvgen.cache.manager import KVCache
+from kvgen.cache.policies import POLICIES, find_policy
 from kvgen.cache.rivals import RivalCache
+from kvgen.cache.stepwise import Step
 from kvgen.engine.forward import Forward
-from kvgen.engine.policies import POLICIES, Policy, find_policy
 from kvgen.errors import InputError, UsageError
 from kvgen.measure.comparison_records import Comparison, Result
 from kvgen.measure.gates import GateOptions, check_baseline, evaluate
@@ -95,6 +96,16 @@ def test_all_contestants_see_the_tokens_that_the_reference_chose(tiny: LoadedMod
         ids.append(new)
 
 
+def policy_that_makes(kind: type[KVCache]) -> type[Step]:
+    """The default storage, in caches of another class."""
+
+    class Made(Step):
+        def make(self, specs: Any) -> KVCache:
+            return kind(specs)
+
+    return Made
+
+
 def damaged(monkeypatch: pytest.MonkeyPatch, change: Change) -> Choice:
     """A storage policy whose layers hand on changed pairs."""
 
@@ -104,8 +115,8 @@ def damaged(monkeypatch: pytest.MonkeyPatch, change: Change) -> Choice:
             pairs.update = lambda *new, update=update: change(*update(*new))
 
     class Damaged(KVCache):
-        def __init__(self, specs: Any) -> None:
-            super().__init__(specs)
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
             spoil(self)
 
         def fork(self) -> KVCache:
@@ -113,7 +124,7 @@ def damaged(monkeypatch: pytest.MonkeyPatch, change: Change) -> Choice:
             spoil(twin)
             return twin
 
-    monkeypatch.setitem(POLICIES, "damaged", Policy("damaged", Damaged))
+    monkeypatch.setitem(POLICIES, "damaged", policy_that_makes(Damaged))
     return Choice("cache", "damaged")
 
 
@@ -148,7 +159,7 @@ def shifted(monkeypatch: pytest.MonkeyPatch) -> Choice:
 
     monkeypatch.setattr(Shifted, "fork", fork)
     monkeypatch.setattr(Forward, "_inputs", shifting)
-    monkeypatch.setitem(POLICIES, "shifted", Policy("shifted", Shifted))
+    monkeypatch.setitem(POLICIES, "shifted", policy_that_makes(Shifted))
     return Choice("cache", "shifted")
 
 

@@ -126,6 +126,15 @@ def _lent(holders: list[Any], kv: KVCache) -> Iterator[tuple[Any, States]]:
     return zip(holders, own, strict=False)
 
 
+def slots_are_positions(model: Any) -> bool:
+    """Whether attention takes a key's place in the cache for its position.
+
+    A linear bias on the distance (ALiBi) is laid over the keys as they come; rotary and learned
+    positions travel with them.
+    """
+    return model.config.model_type in ("bloom", "mpt") or bool(getattr(model.config, "alibi", 0))
+
+
 class TransformersCache(Cache):  # type: ignore[misc]  # transformers publishes no types
     """A ``KVCache`` as transformers' models see it."""
 

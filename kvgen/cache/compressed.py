@@ -56,6 +56,11 @@ class Pool:
         held = [*self._entries.views, *(self._waiting or ()), *(self._last or ())]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
+    @property
+    def bytes_slack(self) -> int:
+        """Bytes allocated for entries to come."""
+        return self._entries.bytes_slack
+
     def buffers(self) -> Sequence[Tensor]:
         """The memory owned."""
         return [*self._entries.buffers(), *(self._waiting or ()), *(self._last or ())]

@@ -1,8 +1,9 @@
 """One layer of the cache: the parts that its spec asks for, behind the same few verbs.
 
 Knows torch and ``LayerSpec``, nothing of transformers or models. Each part keeps one sort of
-thing: ``TokenSlots`` one slot per token (pairs, an indexer's keys), ``States`` a fixed size,
-``Pool`` compressed entries. A new kind of layer is a new combination, or one more part.
+thing: a policy's slots the pairs, ``TokenSlots`` one slot per token of anything else (an indexer's
+keys), ``States`` a fixed size, ``Pool`` compressed entries. A new kind of layer is a new
+combination, or one more part.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import Protocol
 from torch import Tensor
 
 from kvgen.cache.compressed import Pool
+from kvgen.cache.policy import PairSlots, Policy
 from kvgen.cache.recurrent import States
 from kvgen.cache.slots import TokenSlots
 from kvgen.cache.spec import LayerSpec
+from kvgen.cache.stepwise import Step
 from kvgen.errors import ModelError
 
 
@@ -33,6 +36,10 @@ class Part(Protocol):
     @property
     def bytes_used(self) -> int:
         """Bytes a later query can still read."""
+
+    @property
+    def bytes_slack(self) -> int:
+        """Bytes allocated beyond these, for tokens to come."""
 
     def buffers(self) -> Sequence[Tensor]:
         """The memory owned, whole."""
@@ -54,10 +61,12 @@ class Layer:
     the spec does not ask for them.
     """
 
-    def __init__(self, spec: LayerSpec, step: int = 256) -> None:
-        """``step``: slots that buffers grow by (see ``TokenSlots``)."""
+    def __init__(self, spec: LayerSpec, policy: Policy | None = None) -> None:
+        """``policy`` says how pairs are stored; ``Step()`` if not given."""
         self.spec = spec
-        self.pairs = TokenSlots(spec.window, step) if spec.has_pairs else None
+        self.policy = policy or Step()
+        step = self.policy.growth
+        self.pairs: PairSlots | None = self.policy.slots(spec) if spec.has_pairs else None
         self.index = TokenSlots(step=step) if spec.index_dim else None
         self.index_positions = TokenSlots(step=step) if spec.index_positions else None
         self.states = States() if spec.has_states else None
@@ -94,6 +103,11 @@ class Layer:
         """Bytes a later query can still read, counted on the tensors themselves."""
         return sum(part.bytes_used for part in self.parts)
 
+    @property
+    def bytes_slack(self) -> int:
+        """Bytes allocated for tokens to come. Used and slack together are what is allocated."""
+        return sum(part.bytes_slack for part in self.parts)
+
     def buffers(self) -> list[Tensor]:
         """The memory this layer owns, whole."""
         return [buffer for part in self.parts for buffer in part.buffers()]
@@ -119,7 +133,7 @@ class Layer:
 
     def fork(self) -> Layer:
         """An independent copy of what is held."""
-        twin = Layer(self.spec)
+        twin = Layer(self.spec, self.policy)
         twin.pairs = self.pairs and self.pairs.fork()
         twin.index = self.index and self.index.fork()
         twin.index_positions = self.index_positions and self.index_positions.fork()

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvgen.cache.layers import Layer
+from kvgen.cache.policy import Policy
 from kvgen.cache.spec import LayerSpec, total_bytes
+from kvgen.cache.stepwise import Step
 
 
 class KVCache:
@@ -19,10 +21,15 @@ class KVCache:
     that was left out, is found at the first step.
     """
 
-    def __init__(self, specs: Sequence[LayerSpec], step: int = 256) -> None:
-        """``step``: slots that buffers grow by (see ``TokenSlots``)."""
+    def __init__(
+        self, specs: Sequence[LayerSpec], step: int = 256, policy: Policy | None = None
+    ) -> None:
+        """``policy`` says how pairs are stored; without one, buffers that grow by ``step`` slots
+        (see ``TokenSlots``).
+        """
         self.specs = tuple(specs)
-        self.layers = [Layer(spec, step) for spec in self.specs]
+        self.policy = policy or Step(step)
+        self.layers = [Layer(spec, self.policy) for spec in self.specs]
         self.position = 0
 
     def advance(self, tokens: int) -> None:
@@ -54,19 +61,24 @@ class KVCache:
 
     def fork(self) -> KVCache:
         """An independent cache with the same content."""
-        twin = KVCache(self.specs)
+        twin = KVCache(self.specs, policy=self.policy)
         twin.layers = [layer.fork() for layer in self.layers]
         twin.position = self.position
         return twin
 
     def bytes_formula(self, itemsize: int, batch: int = 1) -> int | None:
         """Bytes that the specs predict at this position; ``None`` where a layer has no rule."""
-        return total_bytes(self.specs, self.position, itemsize, batch)
+        return total_bytes(self.specs, self.position, itemsize, batch, self.policy)
 
     @property
     def bytes_used(self) -> int:
         """Bytes held for later queries, counted on the real tensors."""
         return sum(layer.bytes_used for layer in self.layers)
+
+    @property
+    def bytes_slack(self) -> int:
+        """Bytes allocated for tokens to come: ``bytes_allocated`` less ``bytes_used``."""
+        return sum(layer.bytes_slack for layer in self.layers)
 
     @property
     def bytes_allocated(self) -> int:

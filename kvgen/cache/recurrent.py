@@ -72,6 +72,11 @@ class States:
         """Bytes of all states."""
         return sum(state.numel() * state.element_size() for state in self.buffers())
 
+    @property
+    def bytes_slack(self) -> int:
+        """None: a state has its final size from the start."""
+        return 0
+
     def buffers(self) -> Sequence[Tensor]:
         """The memory owned."""
         return [*self._convolution.values(), *self._recurrent.values()]

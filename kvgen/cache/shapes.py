@@ -7,9 +7,11 @@ in the tests.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from kvgen.cache.raw_config import decoder_settings
 from kvgen.cache.settings import Settings
 from kvgen.cache.spec import (
     CHUNKED,
@@ -47,12 +49,13 @@ _SYNONYMS = {
 def specs_from_config(config: Any, expand_latent: bool = False) -> list[LayerSpec]:
     """One spec per cache layer, in layer order.
 
-    ``config`` is a text decoder's configuration: a transformers config object or the mapping read
-    from a ``config.json``. Multi-head latent attention is stored as the latent vector, or with
-    ``expand_latent`` as the keys and values made from it. Raises ``ModelError`` when a field is
-    missing or a layer kind is one that kvgen has no layer for.
+    ``config`` is a text decoder's transformers config object, or the mapping read from a
+    ``config.json``, which may be of more than the decoder (see ``raw_config``). Multi-head latent
+    attention is stored as the latent vector, or with ``expand_latent`` as the keys and values made
+    from it. Raises ``ModelError`` when a field is missing or a layer kind is one that kvgen has no
+    layer for.
     """
-    whole = Settings(config)
+    whole = Settings(decoder_settings(config) if isinstance(config, Mapping) else config)
     kinds = _layer_kinds(whole)
     specs = [
         _spec(kind, index, whole.of_layer(index), expand_latent) for index, kind in enumerate(kinds)
@@ -64,7 +67,9 @@ def specs_from_config(config: Any, expand_latent: bool = False) -> list[LayerSpe
 def _layer_kinds(whole: Settings) -> list[str]:
     """The kind of each layer, as the configuration states or implies it."""
     # In encoder-decoder configurations the common name counts the encoder's layers.
-    layers = whole.count("decoder_layers", "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    layers = whole.integer("decoder_layers") or whole.count(
+        "num_hidden_layers", "n_layer", "num_layers", "n_layers"
+    )
     stated = whole.get("layer_types", "layers_block_type")
     if stated is None:
         kinds = [_implied_kind(whole.of_layer(index)) for index in range(layers)]

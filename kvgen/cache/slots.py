@@ -1,6 +1,7 @@
 """Buffers with one slot per token: keys and values, or whatever else a layer keeps per token.
 
-Knows torch, nothing of transformers, models or layer kinds. Slots always lie in order of absolute
+Knows torch's tensors, and imports torch only once there are some; knows nothing of transformers,
+models or layer kinds. Slots always lie in order of absolute
 position, so any mask, bias or padding a model applies by position stays right. Two numbers are
 kept apart: ``length`` counts every token seen (absolute), ``_start`` is the slot of the oldest
 token still held (physical).
@@ -9,9 +10,10 @@ token still held (physical).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TokenSlots:
@@ -23,10 +25,13 @@ class TokenSlots:
     front.
     """
 
-    def __init__(self, window: int | None = None, step: int = 256) -> None:
-        """``step`` is the number of slots the buffers grow by, and a window's slack."""
+    def __init__(self, window: int | None = None, step: int = 256, reserve: int = 0) -> None:
+        """``step`` is the number of slots the buffers grow by, and a window's slack; ``reserve``
+        the slots that they have from the first token on.
+        """
         self.window = window
         self.step = step
+        self.reserve = reserve
         self.length = 0
         self._start = 0
         self._limit = None if window is None else window - 1 + step
@@ -52,6 +57,13 @@ class TokenSlots:
     def bytes_used(self) -> int:
         """Bytes of what is held, counted on the tensors themselves."""
         return sum(view.numel() * view.element_size() for view in self.views)
+
+    @property
+    def bytes_slack(self) -> int:
+        """Bytes of slots that are allocated and hold nothing: the growth step, a window's slack."""
+        empty = self.capacity - self.held
+        per_slot = (b[:, :, :1].numel() * b.element_size() for b in self._buffers)
+        return empty * sum(per_slot) if self.capacity else 0
 
     def buffers(self) -> Sequence[Tensor]:
         """The memory owned, whole."""
@@ -101,7 +113,7 @@ class TokenSlots:
 
     def fork(self) -> TokenSlots:
         """An independent copy of what is held."""
-        twin = TokenSlots(self.window, self.step)
+        twin = type(self)(self.window, self.step, self.reserve)
         twin.length = self.length
         twin._buffers = tuple(buffer[:, :, self._start :].clone() for buffer in self._buffers)
         return twin
@@ -112,6 +124,8 @@ class TokenSlots:
         The queries in flight need W - 1 + new slots; the buffers never grow to that.
         """
         if held:
+            import torch
+
             old = slice(self._start, self._start + held)
             pairs = zip(self._buffers, news, strict=True)
             news = [torch.cat((buffer[:, :, old], new), dim=2) for buffer, new in pairs]
@@ -131,7 +145,7 @@ class TokenSlots:
         """
         if needed <= self.capacity:
             return self.capacity
-        capacity = max(needed, self.capacity + self.capacity // 8)
+        capacity = max(needed, self.capacity + self.capacity // 8, self.reserve)
         capacity = -(-capacity // self.step) * self.step
         return capacity if self._limit is None else min(capacity, self._limit)
 

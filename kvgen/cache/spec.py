@@ -6,7 +6,8 @@ The byte formula for the key/value pairs of one attention layer that holds ``t``
 
     b * t * num_key_value_heads * (key_dim + value_dim) * itemsize
 
-with ``itemsize`` bytes per stored number. Queries are not in it: no later token reads them.
+with ``itemsize`` bytes per stored number. Queries are not in it: no later token reads them. A
+storage policy may store the same pairs in other ways, and then brings a formula of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -108,20 +110,40 @@ class LayerSpec:
         """Pairs kept between steps after ``tokens`` tokens have passed through the layer."""
         return tokens if self.window is None else min(tokens, self.window - 1)
 
-    def bytes_used(self, tokens: int, itemsize: int, batch: int = 1) -> int | None:
-        """The formula: bytes kept after ``tokens`` tokens; ``None`` where no rule is known."""
+    def pair_bytes(self, tokens: int, itemsize: int) -> int:
+        """Bytes of one sequence's pairs, stored as they are, after ``tokens`` tokens."""
+        return self.tokens_held(tokens) * self.elements_per_token * itemsize
+
+    def bytes_used(
+        self, tokens: int, itemsize: int, batch: int = 1, policy: PairFormula | None = None
+    ) -> int | None:
+        """The formula: bytes kept after ``tokens`` tokens; ``None`` where no rule is known.
+
+        Without a ``policy`` pairs are stored as they are, ``itemsize`` bytes per number.
+        """
         if self.states is None:
             return None
-        numbers = self.tokens_held(tokens) * self.elements_per_token + tokens * self.index_dim
-        numbers += sum(part.elements(tokens) for part in self.compressed)
+        pairs = (policy.pair_bytes if policy else LayerSpec.pair_bytes)(self, tokens, itemsize)
+        numbers = tokens * self.index_dim + sum(part.elements(tokens) for part in self.compressed)
         fixed = sum(state.bytes_used(itemsize) for state in self.states) if tokens else 0
-        return batch * (numbers * itemsize + tokens * self.index_positions * 8 + fixed)
+        return batch * (pairs + numbers * itemsize + tokens * self.index_positions * 8 + fixed)
+
+
+class PairFormula(Protocol):
+    """How many bytes a storage policy needs for the pairs of one layer."""
+
+    def pair_bytes(self, spec: LayerSpec, tokens: int, itemsize: int) -> int:
+        """Bytes of one sequence's pairs after ``tokens`` tokens of a model of ``itemsize``."""
 
 
 def total_bytes(
-    specs: Sequence[LayerSpec], tokens: int, itemsize: int, batch: int = 1
+    specs: Sequence[LayerSpec],
+    tokens: int,
+    itemsize: int,
+    batch: int = 1,
+    policy: PairFormula | None = None,
 ) -> int | None:
     """The formula summed over all layers, in bytes; ``None`` where one of them has no rule."""
-    each = [spec.bytes_used(tokens, itemsize, batch) for spec in specs]
+    each = [spec.bytes_used(tokens, itemsize, batch, policy) for spec in specs]
     known = [count for count in each if count is not None]
     return sum(known) if len(known) == len(each) else None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,24 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvgen.cli import options as shared
+from kvgen.cli.generating import Format, View
 from kvgen.cli.interrupts import preparing
 from kvgen.cli.options import option
-from kvgen.errors import DisagreementError, UsageError
+from kvgen.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvgen.cli.streams import Output
     from kvgen.measure.run import GenerationOptions, GenerationRun
     from kvgen.models import LoadOptions
-
-INTERRUPTED = 130
-
-
-class Format(str, Enum):
-    """What stdout carries."""
-
-    text = "text"
-    json = "json"
-    jsonl = "jsonl"
 
 
 class Recompute(str, Enum):
@@ -126,6 +114,32 @@ def generate(
             rich_help_panel=_CACHE,
         ),
     ] = False,
+    cache: Annotated[
+        str | None,
+        option(
+            "--cache",
+            help="How pairs are stored: step, exact, int8, int4 or window:N,sink:M.  "
+            "[default: step]",
+            rich_help_panel=_CACHE,
+        ),
+    ] = None,
+    cache_step: Annotated[
+        int | None,
+        option(
+            "--cache-step",
+            min=1,
+            help="Tokens that the cache grows by.  [default: 256]",
+            rich_help_panel=_CACHE,
+        ),
+    ] = None,
+    force: Annotated[
+        bool,
+        option(
+            "--force",
+            help="Go on where memory is predicted not to suffice.",
+            rich_help_panel=_CACHE,
+        ),
+    ] = False,
     prefill_chunk: Annotated[
         int | None,
         option(
@@ -177,8 +191,9 @@ def generate(
 
     if no_cache and prefill_chunk is not None:
         raise UsageError("--prefill-chunk needs the cache; leave out --no-cache")
+    policy = _policy_text(cache, cache_step, no_cache)
     text = read_prompt(prompt, prompt_file)
-    view = _View(Output(output), output_format, trace, quiet, table=not (quiet or no_stats))
+    view = View(Output(output), output_format, trace, quiet, table=not (quiet or no_stats))
 
     with preparing():
         # The heavy imports start here, once the command line is known to be right.
@@ -196,6 +211,8 @@ def generate(
             stop=tuple(stop or ()),
             ignore_eos=ignore_eos,
             cached=not no_cache,
+            cache=policy,
+            force=force,
             prefill_chunk=prefill_chunk,
             recompute=recompute.value,
             warmup=warmup,
@@ -213,16 +230,39 @@ def generate(
     return view.show(run)
 
 
+def _policy_text(cache: str | None, step: int | None, no_cache: bool) -> str:
+    """The storage policy that the options name, found to be one."""
+    from kvgen.cache.policies import DEFAULT, find_policy
+
+    if no_cache and (cache is not None or step is not None):
+        raise UsageError("--cache and --cache-step need the cache; leave out --no-cache")
+    name = cache or DEFAULT
+    if step is not None:
+        if name != DEFAULT:
+            raise UsageError(f"--cache-step is for --cache {DEFAULT}, not for {name}")
+        name = f"{DEFAULT}:{step}"
+    find_policy(name)
+    return name
+
+
 def _prepare(
     load: LoadOptions, options: GenerationOptions, threads: int | None, quiet: bool
 ) -> GenerationRun:
     """Everything before the first token."""
+    from kvgen.cache.policies import find_policy
     from kvgen.cli.progress import loading
-    from kvgen.measure.run import GenerationRun
+    from kvgen.measure.guard import Demand, check_before_loading
+    from kvgen.measure.run import DEFAULT_NEW_TOKENS, GenerationRun
     from kvgen.models import load_model
+    from kvgen.models.device import choose_device
 
     if threads is not None:
         _set_threads(threads)
+    if not options.force:
+        # The prompt's tokens are not known yet; what is known must fit already.
+        policy = find_policy(options.cache) if options.cached else None
+        demand = Demand(options.max_new_tokens or DEFAULT_NEW_TOKENS, policy, chunk=1)
+        check_before_loading(load, str(choose_device(load.device)), demand)
     with loading(quiet) as progress:
         return GenerationRun(load_model(load, progress), options)
 
@@ -234,75 +274,3 @@ def _set_threads(threads: int) -> None:
     if threads > processors:  # thousands of threads crash the process instead of failing
         raise UsageError(f"--threads {threads}: this machine has {processors}; choose at most that")
     torch.set_num_threads(threads)
-
-
-@dataclass
-class _View:
-    """How one run is shown."""
-
-    output: Output
-    form: Format
-    trace: bool
-    quiet: bool
-    table: bool
-
-    def show(self, run: GenerationRun) -> int:
-        """Drive the run to its end or to Ctrl-C; returns the exit code."""
-        interrupted = False
-        try:
-            self._stream(run)
-        except KeyboardInterrupt:
-            interrupted = True
-            self._text(run.interrupted())
-        if self.form is Format.text:
-            self.output.end_line()
-        try:
-            record = run.finish()
-        except KeyboardInterrupt:
-            interrupted = True
-            run.record.finish_reason = "interrupted"
-            record = run.finish()
-        self._result(run)
-        self.output.close()
-        if self.table:
-            from kvgen.cli.streams import error_console
-            from kvgen.report.table import print_generation
-
-            # The text is out; that the table found no room makes no failure of it.
-            with contextlib.suppress(OSError):
-                print_generation(record, error_console(), self.trace)
-        if interrupted:
-            return INTERRUPTED
-        if record.check is not None and record.check.verdict == "broken":
-            from kvgen.report.table import check_line
-
-            raise DisagreementError(f"cached and uncached disagree: {check_line(record)}")
-        return 0
-
-    def _stream(self, run: GenerationRun) -> None:
-        if self.form is Format.jsonl:
-            from kvgen.report import document
-
-            self._line(document.run_line(run.record))
-            for _ in run.pieces():
-                self._line(document.step_line(run.record.steps[-1]))
-            return
-        for piece in run.pieces():
-            self._text(piece)
-
-    def _result(self, run: GenerationRun) -> None:
-        from kvgen.report import document
-
-        if self.form is Format.json:
-            self._line(document.generation_document(run.record), indent=2)
-        elif self.form is Format.jsonl:
-            self._line(document.result_line(run.record))
-
-    def _text(self, piece: str) -> None:
-        if self.form is Format.text and piece:
-            self.output.write(piece)
-
-    def _line(self, data: dict[str, object], indent: int | None = None) -> None:
-        from kvgen.report.document import to_json
-
-        self.output.write(to_json(data, indent) + "\n")

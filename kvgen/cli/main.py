@@ -19,6 +19,7 @@ from kvgen.cli.generate import generate
 from kvgen.cli.interrupts import note_interrupts
 from kvgen.cli.ordered import OrderedCommand
 from kvgen.cli.report import report
+from kvgen.cli.size import size
 from kvgen.cli.streams import ReaderLeftError, prepare_streams
 from kvgen.errors import KvgenError
 from kvgen.report.units import visible
@@ -36,6 +37,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command(cls=OrderedCommand)(compare)
 app.command()(report)
+app.command()(size)
 
 
 def _show_version(wanted: bool) -> None:

@@ -8,7 +8,13 @@ from torch import Tensor
 
 from kvgen.measure.comparison_records import Agreement, FirstDifference
 from kvgen.measure.records import CheckedStep
-from kvgen.measure.verdict import compare_step, judge, tolerance
+from kvgen.measure.verdict import (
+    compare_step,
+    judge,
+    largest_logit,
+    lossy_tolerance,
+    tolerance,
+)
 
 # Logits of a whole run are kept up to this size and compared after it. Beyond, each row is compared
 # as it comes, between timed steps, which leaves the processor's caches a little colder.
@@ -18,14 +24,23 @@ KEPT_BYTES = 512 * 1024 * 1024
 class LogitsCheck:
     """Compares one contestant's runs at one depth with the reference's logits."""
 
-    def __init__(self, reference: list[Tensor], first_position: int, dtypes: list[str]) -> None:
+    def __init__(
+        self,
+        reference: list[Tensor],
+        first_position: int,
+        dtypes: list[str],
+        lossy: float | None = None,
+    ) -> None:
         """``reference`` is one ``[vocab]`` per step, ``first_position`` where the first token lies.
 
-        Of the ``dtypes`` that meet, the one that rounds most sets the tolerance.
+        Of the ``dtypes`` that meet, the one that rounds most sets the tolerance. ``lossy`` is how
+        far the contestant's logits may move by design, relative to the largest.
         """
         self._reference = reference
         self._first_position = first_position
         self._dtypes = dtypes
+        self._lossy = lossy
+        self._drop = 0.0
         self._steps: dict[int, CheckedStep] = {}
         self._sum = 0.0
         self._compared = 0
@@ -56,12 +71,14 @@ class LogitsCheck:
         if not self._steps:
             return None
         limit = max(tolerance(dtype, self._largest) for dtype in self._dtypes)
-        check = judge(list(self._steps.values()), limit)
+        lossy = lossy_tolerance(self._lossy, self._largest)
+        check = judge(list(self._steps.values()), limit, lossy=lossy)
         return Agreement(
             verdict=check.verdict,
             tolerance=limit,
             max_abs_logit_difference=max(check.steps, key=_size).max_abs_logit_difference,
             mean_abs_logit_difference=self._sum / self._compared,
+            mean_probability_drop=self._drop / self._compared,
             compared_steps=self._compared,
             first_difference=self._first,
         )
@@ -72,7 +89,10 @@ class LogitsCheck:
         found = compare_step(index, logits, reference)
         self._compared += 1
         self._sum += float((logits.float() - reference.float()).abs().mean())
-        self._largest = max(self._largest, float(reference.abs().max()))
+        self._largest = max(self._largest, largest_logit(reference))
+        likeliest = int(reference.argmax())
+        before, after = (x.float().softmax(dim=-1)[likeliest] for x in (reference, logits))
+        self._drop += float(before - after)
         worst = self._steps.get(index)
         if worst is None or _size(found) > _size(worst):
             self._steps[index] = found
@@ -82,7 +102,7 @@ class LogitsCheck:
             self._first = FirstDifference(
                 index=index,
                 position=self._first_position + index,
-                reference_id=int(reference.argmax()),
+                reference_id=likeliest,
                 contestant_id=int(logits.argmax()),
                 margin=found.margin,
                 abs_logit_difference=found.max_abs_logit_difference,

@@ -128,7 +128,7 @@ class ComparisonRun:
                     pass
         checks = {
             c.facts.name: LogitsCheck(
-                logits, len(track.ids), [reference.facts.dtype, c.facts.dtype]
+                logits, len(track.ids), [reference.facts.dtype, c.facts.dtype], c.lossy
             )
             for c in self._contestants[1:]
         }

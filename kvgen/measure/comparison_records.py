@@ -76,11 +76,15 @@ class Agreement:
     """All logits of a contestant held against the reference's, over every step and repetition."""
 
     verdict: Verdict
-    """exact: same tokens, logits within tolerance. tolerance: a near tie fell otherwise."""
+    """exact: same tokens, logits within tolerance. tolerance: a near tie fell otherwise. lossy: a
+    storage policy changed predictions, as far as it says it may."""
     tolerance: float
     """Largest |difference| that counts as the same in this dtype."""
     max_abs_logit_difference: float
     mean_abs_logit_difference: float
+    mean_probability_drop: float
+    """How much less probable than the reference the contestant finds the reference's likeliest
+    tokens, on average."""
     compared_steps: int
     first_difference: FirstDifference | None
 

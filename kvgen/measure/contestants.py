@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kvgen.cache.adapter import TransformersCache, specs_for
 from kvgen.cache.manager import KVCache
+from kvgen.cache.policies import DEFAULT, find_policy
 from kvgen.engine.decoder import Decoder, Token
 from kvgen.engine.forward import Forward
-from kvgen.engine.policies import DEFAULT, find_policy
 from kvgen.engine.sampling import Sampler, SamplingOptions
 from kvgen.measure.clock import Clock
 from kvgen.measure.comparison_records import ContestantFacts, Kind
@@ -56,6 +56,9 @@ class ForcedSampler(Sampler):
 
 class Contestant(ABC):
     """See the module. ``facts`` is what the record says of it."""
+
+    lossy: float | None = None
+    """How far its logits may move by design, relative to the largest; ``None``: not at all."""
 
     def __init__(self, loaded: LoadedModel, kind: Kind, name: str, description: str) -> None:
         self.loaded = loaded
@@ -149,6 +152,7 @@ class Cached(StepContestant):
         super().__init__(loaded, "cache", name, f"kvgen's cache, {found.description}")
         self._filled_ids: list[int] = []
         self._filled = found.make(specs_for(loaded.model))
+        self.lossy = found.tolerance
         self._cache = self._filled
 
     def fill(self, prefix: list[int], capacity: int) -> None:

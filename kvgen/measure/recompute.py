@@ -15,7 +15,13 @@ from torch import Tensor
 
 from kvgen.measure.clock import Clock
 from kvgen.measure.records import Check, CheckedStep, Step
-from kvgen.measure.verdict import compare_step, judge, largest_logit, tolerance
+from kvgen.measure.verdict import (
+    compare_step,
+    judge,
+    largest_logit,
+    lossy_tolerance,
+    tolerance,
+)
 
 
 class KeptLogits:
@@ -80,12 +86,14 @@ def recompute(
     budget_s: float | None,
     at_most: int | None,
     rescaled_from: int | None = None,
+    lossy: float | None = None,
 ) -> Recomputed:
     """Run the uncached ``forward`` at the kept steps and compare its logits with the cached ones.
 
     Step ``i`` predicts from the first ``prompt_tokens + i`` ids. ``budget_s`` ends the runs when
     the next one is not expected to fit (the first always runs); ``at_most`` bounds their number.
-    ``rescaled_from`` is explained at ``judge``.
+    ``rescaled_from`` is explained at ``judge``; ``lossy`` is the relative tolerance of a cache that
+    changes predictions.
     """
     result = Recomputed()
     checked: list[CheckedStep] = []
@@ -109,7 +117,8 @@ def recompute(
         largest = max(largest, largest_logit(logits))
     if checked:
         checked.sort(key=lambda step: step.index)
-        result.check = judge(checked, tolerance(dtype, largest), rescaled_from)
+        accepted = lossy_tolerance(lossy, largest)
+        result.check = judge(checked, tolerance(dtype, largest), rescaled_from, accepted)
     return result
 
 

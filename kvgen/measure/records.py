@@ -51,7 +51,7 @@ class CheckedStep:
     """Uncached logit of the most likely token minus that of the second."""
 
 
-Verdict = Literal["exact", "tolerance", "rescaled", "broken"]
+Verdict = Literal["exact", "tolerance", "rescaled", "lossy", "broken"]
 
 
 @dataclass
@@ -62,11 +62,19 @@ class Check:
     tolerance: float
     """Largest |Δlogit| that counts as the same in this dtype."""
     verdict: Verdict
+    lossy_tolerance: float | None = None
+    """Largest |Δlogit| accepted from a storage policy that changes predictions; absent for one
+    that does not, and for one that promises no limit."""
 
     @property
     def max_abs_logit_difference(self) -> float:
         """Over all checked steps."""
         return max(step.max_abs_logit_difference for step in self.steps)
+
+    @property
+    def same_tokens(self) -> int:
+        """Steps at which both have the same most likely token."""
+        return sum(step.same_token for step in self.steps)
 
 
 @dataclass
@@ -143,8 +151,10 @@ class Generation:
     max_new_tokens: int
     prefill_chunk: int | None
     sampling: dict[str, float | int | None]
+    cache: str | None = None
+    """The storage policy; absent without a cache."""
     text: str = ""
-    finish_reason: Literal["length", "end", "stop", "interrupted"] = "length"
+    finish_reason: Literal["length", "end", "stop", "interrupted", "memory"] = "length"
     stop_string: str | None = None
     kv_bytes_formula: int | None = None
     """What the formula gives for the tokens in the cache at the end; absent without a rule."""

@@ -10,9 +10,10 @@ from typing import Literal
 
 import torch
 
-from kvgen.cache.adapter import continues_prefill, specs_for
+from kvgen.cache.adapter import continues_prefill, slots_are_positions, specs_for
 from kvgen.cache.manager import KVCache
-from kvgen.cache.spec import total_bytes
+from kvgen.cache.policies import DEFAULT, find_policy
+from kvgen.cache.policy import Policy
 from kvgen.engine.decoder import Decoder
 from kvgen.engine.forward import Forward
 from kvgen.engine.prompt import check_fits, check_known, encode
@@ -21,10 +22,18 @@ from kvgen.engine.text import IncrementalText, StopStrings
 from kvgen.errors import DisagreementError, UsageError
 from kvgen.measure.clock import Clock, DeviceClock
 from kvgen.measure.environment import environment
+from kvgen.measure.facts import model_facts
+from kvgen.measure.guard import Demand, check_before_growing
 from kvgen.measure.recompute import KeptLogits, fill_in, recompute
-from kvgen.measure.records import Generation, ModelFacts, Step, Totals
+from kvgen.measure.records import Generation, Step, Totals
 from kvgen.measure.roofline import WeightReads, measured_bandwidth
-from kvgen.measure.verdict import compare_step, judge, largest_logit, tolerance
+from kvgen.measure.verdict import (
+    compare_step,
+    judge,
+    largest_logit,
+    lossy_tolerance,
+    tolerance,
+)
 from kvgen.models import LoadedModel
 from kvgen.storage import cache_root
 
@@ -49,6 +58,10 @@ class GenerationOptions:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     cached: bool = True
+    cache: str = DEFAULT
+    """The storage policy with its options, as ``find_policy`` reads it."""
+    force: bool = False
+    """Go on where memory is predicted not to suffice."""
     prefill_chunk: int | None = None
     recompute: Literal["sampled", "all", "off"] = "sampled"
     warmup: bool = True
@@ -80,7 +93,15 @@ class GenerationRun:
             )
         self._forward = Forward(loaded.model)
         self._weights = WeightReads(loaded.model)
-        self._cache = KVCache(specs_for(loaded.model)) if options.cached else None
+        policy = self._policy() if options.cached else None
+        specs = specs_for(loaded.model) if options.cached else []
+        # The last new token is never forwarded, so it is never stored.
+        tokens = len(ids) + wanted - 1
+        if not options.force:
+            demand = Demand(tokens, policy, chunk or len(ids))
+            itemsize = loaded.dtype.itemsize
+            check_before_growing(loaded.config, specs, itemsize, str(loaded.device), demand)
+        self._cache = policy.for_tokens(tokens).make(specs) if policy else None
         sampler = Sampler(options.sampling)
         self._decoder = Decoder(self._forward, ids, sampler, self._cache, options.prefill_chunk)
         self._text = IncrementalText(loaded.tokenizer, ids)
@@ -94,6 +115,7 @@ class GenerationRun:
             model=model_facts(loaded, self._weights.total, self._cache),
             environment=environment(loaded.model, loaded.device, self._dtype, bandwidth),
             cached=options.cached,
+            cache=options.cache if options.cached else None,
             prompt=options.prompt,
             prompt_tokens=len(ids),
             prompt_ids=ids,
@@ -101,9 +123,19 @@ class GenerationRun:
             prefill_chunk=options.prefill_chunk,
             sampling=asdict(options.sampling) | {"seed": sampler.seed},
         )
-
+        if policy is not None and policy.note is not None:
+            self.record.notes.append(policy.note)
         if loaded.source.kind == "random weights":
             self.record.notes.append(RANDOM_WEIGHTS)
+
+    def _policy(self) -> Policy:
+        policy = find_policy(self._options.cache)
+        if policy.gaps and slots_are_positions(self._loaded.model):
+            raise UsageError(
+                f"{self._loaded.config.model_type} tells a token's distance by its place in the "
+                f"cache, so no token may be missing; --cache {self._options.cache} does not suit it"
+            )
+        return policy
 
     def pieces(self) -> Iterator[str]:
         """Generate; yield after every step the text that may now be shown, which may be empty."""
@@ -115,16 +147,21 @@ class GenerationRun:
             # What was held back as a possible stop string or part of a character is text after all.
             yield piece + (self._rest() if ended and record.finish_reason != "stop" else "")
 
-    def interrupted(self) -> str:
+    def interrupted(self, why: Literal["interrupted", "memory"] = "interrupted") -> str:
         """End the generation where it stands; the last text that may be shown."""
-        self.record.finish_reason = "interrupted"
-        return self._rest()
+        rest = self._rest()
+        self.record.finish_reason = why
+        return rest
 
     def finish(self) -> Generation:
         """The record, complete, after recomputing without a cache what the options ask for."""
         record = self.record
         if record.finish_reason == "interrupted":
             record.notes.append("interrupted: nothing was recomputed without a cache")
+        elif record.finish_reason == "memory":
+            record.notes.append(
+                f"out of memory after {len(record.steps):,} new tokens: nothing was recomputed"
+            )
         elif record.steps:
             self._recompute()
         if self._cache is not None:
@@ -192,17 +229,21 @@ class GenerationRun:
         With a cache that is also a first proof: raises ``DisagreementError`` before any text is
         shown when the model predicts otherwise with it than without.
         """
-        cache = None if self._cache is None else KVCache(self._cache.specs)
+        cache = None
+        if self._cache is not None:
+            cache = KVCache(self._cache.specs, policy=find_policy(self._options.cache))
         decoder = Decoder(self._forward, ids[:8], Sampler(SamplingOptions()), cache)
         decoder.step()
         token = decoder.step()
         if cache is None:
             return
         logits = self._forward.uncached(decoder.ids[:-1])
-        limit = tolerance(self._dtype, largest_logit(logits))
+        largest = largest_logit(logits)
+        limit = tolerance(self._dtype, largest)
         change = self._loaded.rotary_change
         rescaled_from = 0 if change is not None and len(decoder.ids) > change else None
-        check = judge([compare_step(1, token.logits, logits)], limit, rescaled_from)
+        lossy = lossy_tolerance(cache.policy.tolerance, largest)
+        check = judge([compare_step(1, token.logits, logits)], limit, rescaled_from, lossy)
         if check.verdict == "broken":
             config = self._loaded.config
             why = "it does not attend causally, or keeps a state that no cache reaches"
@@ -238,6 +279,7 @@ class GenerationRun:
             budget_s=max(_LEAST_BUDGET_S, took) if mode == "sampled" else None,
             at_most=_HANDFUL if mode == "sampled" else None,
             rescaled_from=self._rescaled_from(),
+            lossy=self._cache.policy.tolerance if self._cache else None,
         )
         fill_in(record.steps, found.measured_s)
         record.check = found.check
@@ -270,21 +312,3 @@ class GenerationRun:
             forwarded_tokens=sum(step.forwarded_tokens for step in steps),
             recompute_s=sum(costs) if costs else None,
         )
-
-
-def model_facts(loaded: LoadedModel, weight_bytes: int, cache: KVCache | None) -> ModelFacts:
-    """What a record says of a model; ``weight_bytes`` of all its weights and buffers."""
-    config, source = loaded.config, loaded.source
-    per_token = total_bytes(cache.specs, 1, loaded.dtype.itemsize) if cache else None
-    return ModelFacts(
-        name=source.name,
-        source=source.kind,
-        path=str(source.path),
-        revision=source.revision,
-        model_type=config.model_type,
-        parameters=sum(p.numel() for p in loaded.model.parameters()),
-        weight_bytes=weight_bytes,
-        num_hidden_layers=config.num_hidden_layers,
-        context_limit=loaded.context_limit,
-        kv_bytes_per_token=per_token,
-    )

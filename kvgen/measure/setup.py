@@ -11,7 +11,7 @@ import torch
 
 from kvgen.cache.adapter import specs_for
 from kvgen.cache.manager import KVCache
-from kvgen.engine.policies import find_policy
+from kvgen.cache.policies import find_policy
 from kvgen.engine.prompt import check_fits, encode
 from kvgen.errors import UsageError
 from kvgen.measure.clock import Clock, DeviceClock
@@ -19,9 +19,10 @@ from kvgen.measure.compare import ComparisonRun, Track
 from kvgen.measure.comparison_records import Comparison, PromptSource
 from kvgen.measure.contestants import Cached, Contestant, Uncached
 from kvgen.measure.environment import busy, environment, load_average
+from kvgen.measure.facts import model_facts
 from kvgen.measure.rivals import LibraryCache, LibraryGenerate, LibraryStaticCache
 from kvgen.measure.roofline import measured_bandwidth
-from kvgen.measure.run import RANDOM_WEIGHTS, model_facts
+from kvgen.measure.run import RANDOM_WEIGHTS
 from kvgen.measure.tokens import check_vocabulary, read_tokens, tracks_for
 from kvgen.models import LoadedModel
 from kvgen.storage import cache_root

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,11 @@ _RELATIVE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 7e-2}
 def tolerance(dtype: str, largest_logit: float) -> float:
     """Largest |Δlogit| accepted as equal in ``dtype`` for logits up to ``largest_logit``."""
     return _RELATIVE[dtype] * max(1.0, largest_logit)
+
+
+def lossy_tolerance(relative: float | None, largest_logit: float) -> float | None:
+    """The same for a storage policy that states its own, ``relative`` to the largest |logit|."""
+    return None if relative is None else relative * max(1.0, largest_logit)
 
 
 def largest_logit(logits: Tensor) -> float:
@@ -38,12 +45,19 @@ def compare_step(index: int, logits: Tensor, reference: Tensor) -> CheckedStep:
     )
 
 
-def judge(steps: list[CheckedStep], limit: float, rescaled_from: int | None = None) -> Check:
+def judge(
+    steps: list[CheckedStep],
+    limit: float,
+    rescaled_from: int | None = None,
+    lossy: float | None = None,
+) -> Check:
     """``exact``: the same tokens, logits within ``limit``. ``tolerance``: logits within it too, but
     a token differs because its margin was smaller than the logits' difference. Else ``broken``.
 
-    From step ``rescaled_from`` on the model itself uses another rotary base than the stored keys
-    were made with; if the steps before agree, a difference there is ``rescaled``, not broken.
+    Two differences are explained. From step ``rescaled_from`` on the model itself uses another
+    rotary base than the stored keys were made with; if the steps before agree, a difference there
+    is ``rescaled``. A cache that is known to change predictions may do so by ``lossy``, infinity
+    being no limit; within it the verdict is ``lossy``.
     """
 
     def agree(step: CheckedStep) -> bool:
@@ -55,4 +69,9 @@ def judge(steps: list[CheckedStep], limit: float, rescaled_from: int | None = No
     if differing:
         explained = rescaled_from is not None and min(differing) >= rescaled_from
         verdict = "rescaled" if explained else "broken"
-    return Check(steps, limit, verdict)
+    if lossy is None:
+        return Check(steps, limit, verdict)
+    differences = [step.max_abs_logit_difference for step in steps]
+    if verdict == "broken" and all(isfinite(d) and d <= lossy for d in differences):
+        verdict = "lossy"
+    return Check(steps, limit, verdict, lossy if isfinite(lossy) else None)

@@ -45,6 +45,43 @@ def fetch(
     return folder, folder.name
 
 
+def fetch_file(hub_id: str, file: str, options: LoadOptions) -> Path | None:
+    """One small file of a model, from the local Hub cache or the Hub; ``None`` if it has no such.
+
+    Raises ModelError as ``fetch`` does.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    cached = huggingface_hub.try_to_load_from_cache(hub_id, file, revision=options.revision)
+    if isinstance(cached, str):
+        return Path(cached)
+    offline = options.offline or constants.HF_HUB_OFFLINE
+    if offline and huggingface_hub.try_to_load_from_cache(hub_id, "config.json"):
+        return None
+    # Not quiet_libraries: it would load transformers to silence it.
+    utilities: Any = huggingface_hub.utils  # untyped exports
+    utilities.disable_progress_bars()
+    with failing_as_model_error(hub_id):
+        try:
+            return Path(
+                huggingface_hub.hf_hub_download(
+                    hub_id, file, revision=options.revision, local_files_only=options.offline
+                )
+            )
+        except errors.EntryNotFoundError as error:
+            if isinstance(error, errors.LocalEntryNotFoundError):
+                raise ModelError(
+                    f"{hub_id}: {_explain(error, options.revision, options.offline)}"
+                ) from error
+            return None
+        except Exception as error:
+            reason = _explain(error, options.revision, options.offline)
+            if reason is None:
+                raise
+            raise ModelError(f"{hub_id}: {reason}") from error
+
+
 def _snapshot(
     hub_id: str,
     revision: str | None,

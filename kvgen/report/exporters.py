@@ -197,7 +197,11 @@ def _csv_rows(run: Titled) -> list[dict[str, object]]:
             fields["break_even_position"] = item.break_even_position
             found = item.agreement
             fields["verdict"] = found.verdict if found else verdict(item)
-            for name in ("max_abs_logit_difference", "mean_abs_logit_difference"):
+            for name in (
+                "max_abs_logit_difference",
+                "mean_abs_logit_difference",
+                "mean_probability_drop",
+            ):
                 fields[name] = getattr(found, name) if found else None
             first = found.first_difference if found else None
             fields["first_difference_position"] = first.position if first else None

@@ -134,12 +134,12 @@ def verdict(item: Result) -> str:
 
 
 def disagreements(record: Comparison) -> list[str]:
-    """A line for every contestant that would have chosen another token, or is broken."""
+    """A line for every contestant that is not exact, or would have chosen another token."""
     lines = []
     for row in record.rows:
         for item in row.results:
             found = item.agreement
-            if found is None or (found.first_difference is None and found.verdict != "broken"):
+            if found is None or (found.first_difference is None and found.verdict == "exact"):
                 continue
             line = f"{item.contestant} at depth {row.depth:,} is {verdict(item)}: "
             first = found.first_difference
@@ -154,6 +154,7 @@ def disagreements(record: Comparison) -> list[str]:
                 )
             lines.append(
                 f"{line}logits differ by up to {found.max_abs_logit_difference:.1e}, where "
-                f"{found.tolerance:.1e} is accepted"
+                f"{found.tolerance:.1e} is accepted; the reference's tokens lose "
+                f"{100 * found.mean_probability_drop:.2g} points of probability on average"
             )
     return lines

@@ -21,6 +21,7 @@ _ENDINGS = {
     "end": "the model ended its text",
     "stop": "stop string",
     "interrupted": "interrupted",
+    "memory": "out of memory",
 }
 
 
@@ -156,7 +157,7 @@ def _memory_lines(record: Generation) -> list[str]:
             beside = f"{'=' if last.kv_bytes_used == formula else 'but'} formula {formula:,}"
         lines.append(
             f"KV cache: {last.kv_bytes_used:,} bytes used {beside}, "
-            f"{last.kv_bytes_allocated:,} allocated"
+            f"{last.kv_bytes_allocated:,} allocated{_to_come(last)}"
         )
     shares = [s.bandwidth_share for s in record.steps[1:] if s.bandwidth_share is not None]
     bandwidth = record.environment.bandwidth_bytes_per_s
@@ -166,6 +167,12 @@ def _memory_lines(record: Generation) -> list[str]:
             f"({bandwidth / 1e9:.1f} GB/s)"
         )
     return lines
+
+
+def _to_come(step: Step) -> str:
+    """What is allocated and not used are slots that following tokens will fill."""
+    slack = step.kv_bytes_allocated - step.kv_bytes_used
+    return f", {slack:,} of them for tokens to come" if slack > 0 else ""
 
 
 def check_line(record: Generation) -> str:
@@ -185,4 +192,11 @@ def check_line(record: Generation) -> str:
         )
     if check.verdict == "rescaled":
         return f"{what}differ by rotary rule, {difference}"
+    if check.verdict == "lossy":
+        accepted = check.lossy_tolerance
+        limit = "" if accepted is None else f" where {accepted:.1e} is accepted"
+        return (
+            f"{what}lossy as --cache {record.cache} is, {difference}{limit}, "
+            f"the same likeliest token at {check.same_tokens}"
+        )
     return f"{what}BROKEN, {difference} where {check.tolerance:.1e} is accepted"

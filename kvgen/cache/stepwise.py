@@ -1,0 +1,68 @@
+"""Pairs stored as they are: buffers that grow in steps, or that are made once for a known length.
+
+Imports no torch before there are tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from kvgen.cache.policy import PairSlots, Policy
+from kvgen.cache.slots import TokenSlots
+from kvgen.cache.spec import LayerSpec
+from kvgen.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Step(Policy):
+    """Buffers grow by ``step`` slots, or by an eighth where that is more (see ``TokenSlots``)."""
+
+    description: ClassVar[str] = "buffers that grow in steps"
+    step: int = 256
+
+    def __post_init__(self) -> None:
+        """Raises ``UsageError`` for a step below 1."""
+        if self.step < 1:
+            raise UsageError(f"a cache grows by at least 1 slot, not by {self.step}")
+
+    @property
+    def growth(self) -> int:
+        """As asked for."""
+        return self.step
+
+    def pair_bytes(self, spec: LayerSpec, tokens: int, itemsize: int) -> int:
+        """Every number in the model's dtype."""
+        return spec.pair_bytes(tokens, itemsize)
+
+    def slots(self, spec: LayerSpec) -> PairSlots:
+        """Empty slots."""
+        return TokenSlots(spec.window, self.step)
+
+
+@dataclass(frozen=True)
+class Exact(Policy):
+    """Buffers made once, for exactly the tokens that prompt and new tokens will be."""
+
+    description: ClassVar[str] = "buffers of the final size from the start"
+    tokens: int | None = None
+    """How many; what a run will need, if not given."""
+
+    def __post_init__(self) -> None:
+        """Raises ``UsageError`` for less than 1 token."""
+        if self.tokens is not None and self.tokens < 1:
+            raise UsageError(f"exact,tokens:N needs at least 1 token, not {self.tokens}")
+
+    def pair_bytes(self, spec: LayerSpec, tokens: int, itemsize: int) -> int:
+        """Every number in the model's dtype."""
+        return spec.pair_bytes(tokens, itemsize)
+
+    def slots(self, spec: LayerSpec) -> PairSlots:
+        """Empty slots; a window's buffers are bounded as ever."""
+        if spec.window is not None or self.tokens is None:
+            return TokenSlots(spec.window, self.growth)
+        return TokenSlots(step=1, reserve=self.tokens)
+
+    def for_tokens(self, tokens: int) -> Policy:
+        """Buffers for ``tokens`` tokens."""
+        return replace(self, tokens=tokens) if self.tokens is None else self

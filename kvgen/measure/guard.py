@@ -1,0 +1,146 @@
+"""Held against free memory before anything is loaded or grown: refuse rather than be killed.
+
+An operating system often ends a process that asks for too much without a word. The prediction of
+weights and cache is exact, that of working memory an estimate. Imports torch for a CUDA device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvgen.cache.policy import Policy
+from kvgen.cache.raw_config import decoder_settings
+from kvgen.cache.settings import Settings
+from kvgen.cache.shapes import specs_from_config
+from kvgen.cache.spec import LayerSpec
+from kvgen.errors import InputError, KvgenError
+from kvgen.measure.fit import ITEMSIZES, Fitter, Storage, kv_bytes
+from kvgen.measure.size import expands_latent
+from kvgen.models.architecture import read_architecture
+from kvgen.models.types import LoadOptions
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A sequence that is to be held: its final ``tokens``, ``chunk`` of which are forwarded at a
+    time (``None``: the whole prompt), stored under ``policy`` (``None``: not stored).
+    """
+
+    tokens: int
+    policy: Policy | None
+    chunk: int | None = None
+
+
+def free_bytes(device: str) -> int | None:
+    """Memory that can still be had on a device such as ``cpu`` or ``cuda:0``, in bytes.
+
+    ``None`` where nobody tells, as for ``mps``.
+    """
+    if device.startswith("cuda"):
+        import torch
+
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    if device != "cpu":
+        return None
+    import psutil
+
+    available: int = psutil.virtual_memory().available
+    allowed = _allowed_by_container()
+    return available if allowed is None else min(available, allowed)
+
+
+def check_before_loading(options: LoadOptions, device: str, demand: Demand) -> None:
+    """Weights and cache against what is free. Raises ``InputError`` with the numbers.
+
+    What cannot be predicted is not refused: loading will tell.
+    """
+    free = free_bytes(device)
+    try:
+        architecture = read_architecture(options)
+        fields = Settings(decoder_settings(architecture.config))
+        expands = expands_latent(str(fields.get("model_type")))
+        specs = specs_from_config(architecture.config, expand_latent=expands)
+    except KvgenError:
+        return
+    if free is None or architecture.weight_bytes is None:
+        return
+    itemsize = ITEMSIZES.get(options.dtype, architecture.itemsize)
+    if options.dtype == "auto" and architecture.dtype == "float16" and device == "cpu":
+        itemsize = 4  # 16-bit floats are loaded as float32 there
+    weights = architecture.weight_bytes_in(itemsize) or 0
+    _check(fields, specs, itemsize, weights, free, demand)
+
+
+def check_before_growing(
+    config: Any, specs: Sequence[LayerSpec], itemsize: int, device: str, demand: Demand
+) -> None:
+    """The cache of a loaded model against what is free now. Raises ``InputError``."""
+    free = free_bytes(device)
+    if free is not None and all(spec.states is not None for spec in specs):
+        _check(Settings(config), specs, itemsize, 0, free, demand)
+
+
+def _check(
+    fields: Settings,
+    specs: Sequence[LayerSpec],
+    itemsize: int,
+    weights: int,
+    free: int,
+    demand: Demand,
+) -> None:
+    stored: Sequence[LayerSpec] = specs if demand.policy is not None else ()
+    storage = Storage("cache", itemsize, demand.policy or _plain())
+    fitter = Fitter(free - weights, fields, stored, itemsize, demand.chunk)
+    try:
+        if fitter.fits(demand.tokens, 1, storage):
+            return
+        cache = kv_bytes(stored, demand.tokens, storage)
+    except InputError:  # states without a rule
+        return
+    working = fitter.working(demand.tokens)
+    parts = [f"a KV cache of {_text(cache)}"] if stored else []
+    parts = [*([f"weights of {_text(weights)}"] if weights else []), *parts]
+    parts.append(f"about {_text(working)} to compute with")
+    limit = fields.integer("max_position_embeddings", "n_positions", "max_seq_len")
+    most = fitter.longest(storage, limit).longest_context
+    advice = (
+        f"a context of {most:,} tokens would fit; shorten it, store it smaller (--cache int8)"
+        if most
+        else "no context would fit; use a smaller model or --dtype bfloat16"
+    )
+    raise InputError(
+        f"{demand.tokens:,} tokens need {_text(weights + cache + working)} "
+        f"({', '.join(parts)}), and {_text(free)} are free: {advice}, or try anyway with "
+        "--force"
+    )
+
+
+def _text(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _plain() -> Policy:
+    from kvgen.cache.stepwise import Step
+
+    return Step()
+
+
+def _allowed_by_container() -> int | None:
+    """What the control group of this process, version 2, leaves to it; ``None`` without a limit."""
+    try:
+        limit = (_CGROUP / "memory.max").read_text("ascii").strip()
+        used = int((_CGROUP / "memory.current").read_text("ascii"))
+        if limit == "max":
+            return None
+        # Pages of files that were read count as used and are given back when needed.
+        counters = (_CGROUP / "memory.stat").read_text("ascii").split()
+        cached = int(counters[counters.index("inactive_file") + 1])
+        return max(0, int(limit) - used + cached)
+    except (OSError, ValueError, IndexError):
+        return None
