@@ -89,6 +89,14 @@ def counts_own_positions(model: Any) -> bool:
     return any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
 
 
+def takes_padding(model: Any) -> bool:
+    """Whether a padding mask with one column per token is right at every step.
+
+    GIT's code widens the mask by an image's tokens also where no image came.
+    """
+    return bool(model.config.model_type != "git")
+
+
 class TransformersCache(Cache):  # type: ignore[misc]  # transformers publishes no types
     """A ``KVCache`` as transformers' models see it."""
 

@@ -16,6 +16,7 @@ import typer
 from kvgen import __version__
 from kvgen.cli.generate import generate
 from kvgen.cli.streams import ReaderLeftError
+from kvgen.cli.verify import verify
 from kvgen.errors import KvgenError
 
 INTERRUPTED = 130
@@ -29,6 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate)
+app.command()(verify)
 
 
 def _show_version(wanted: bool) -> None:

@@ -89,7 +89,7 @@ class GenerationRun:
         if options.warmup:
             self._warm_up(ids)
         self.record = Generation(
-            model=_model_facts(loaded, self._weights.total, self._cache),
+            model=model_facts(loaded, self._weights.total, self._cache),
             environment=environment(loaded.model, loaded.device, self._dtype, bandwidth),
             cached=options.cached,
             prompt=options.prompt,
@@ -254,7 +254,8 @@ class GenerationRun:
         )
 
 
-def _model_facts(loaded: LoadedModel, weight_bytes: int, cache: KVCache | None) -> ModelFacts:
+def model_facts(loaded: LoadedModel, weight_bytes: int, cache: KVCache | None) -> ModelFacts:
+    """The model's own numbers; ``weight_bytes`` of ``WeightReads``."""
     config, source = loaded.config, loaded.source
     per_token = total_bytes(cache.specs, 1, loaded.dtype.itemsize) if cache else None
     return ModelFacts(

@@ -12,9 +12,9 @@ from kvgen.measure.records import Generation, Step
 SCHEMA = "kvgen.generate/1"
 
 
-def schema() -> dict[str, Any]:
-    """The JSON Schema of ``generation_document``."""
-    text = files("kvgen.report").joinpath("schemas/generate-1.json").read_text("utf-8")
+def schema(name: str = "generate-1") -> dict[str, Any]:
+    """The JSON Schema called ``name``, by default that of ``generation_document``."""
+    text = files("kvgen.report").joinpath(f"schemas/{name}.json").read_text("utf-8")
     loaded: dict[str, Any] = json.loads(text)
     return loaded
 
