@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from kvgen import __version__
+from kvgen.cli.explain import explain
 from kvgen.cli.generate import generate
 from kvgen.cli.streams import ReaderLeftError
 from kvgen.cli.verify import verify
@@ -30,6 +31,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate)
+app.command()(explain)
 app.command()(verify)
 
 
