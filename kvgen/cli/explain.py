@@ -38,7 +38,7 @@ def explain(
     trust_remote_code: shared.TrustRemoteCodeOption = False,
     offline: shared.OfflineOption = False,
     max_new_tokens: Annotated[
-        int, option("--max-new-tokens", "-n", min=1, max=256, help="Tokens to walk through.")
+        int, option("--max-new-tokens", "-n", min=1, max=64, help="Tokens to walk through.")
     ] = 4,
     layer: Annotated[
         int | None,

@@ -163,24 +163,22 @@ class ExplanationRun:
         )
 
     def _watched(self, fed: list[int]) -> tuple[Tensor, Seen]:
-        watch = Watch(self._model)
+        watch = Watch(self._model, len(fed))
         self._cache.watch = watch
         with watch:
             logits = self._forward.cached_everywhere(fed, self._cache)
         self._cache.watch = None
-        watch.seen.input_shape = watch.seen.input_shape or [1, len(fed)]
         return logits, watch.seen
 
     def _twin(self, work: Work, start: int, cached: Tensor) -> Twin:
-        with Watch(self._model) as watch:
+        with Watch(self._model, len(self._ids)) as watch:
             logits = self._forward.uncached(self._ids)
         seen = watch.seen
-        shape = seen.input_shape or [1, len(self._ids)]
-        tokens = shape[0] * shape[1]
+        tokens = seen.input_shape[0] * seen.input_shape[1]
         work.uncached += tokens
         work.repeated += start
         return Twin(
-            input_shape=shape,
+            input_shape=seen.input_shape,
             tokens=tokens,
             repeated=start,
             repeated_so_far=work.repeated,

@@ -32,7 +32,7 @@ class LayerSeen:
 class Seen:
     """One forward: ids ``[batch, tokens]``, layers by index, multiplications plus additions."""
 
-    input_shape: list[int] = field(default_factory=list)
+    input_shape: list[int]
     layers: dict[int, LayerSeen] = field(default_factory=dict)
     operations: int = 0
     attention_operations: int = 0
@@ -60,14 +60,16 @@ class Watch(TorchFunctionMode):  # type: ignore[misc]  # torch is read without i
     with the keys that the cache returned.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, tokens: int) -> None:
+        """``tokens`` come in, one sequence: what holds should the embedding see no ids."""
         super().__init__()
-        self.seen = Seen()
+        self.seen = Seen([1, tokens])
         self._model = model
         self._layer: int | None = None
         self._counter = FlopCounterMode(display=False)
         self._handles: list[Any] = []
         self._attention_counted = 0
+        self._embedded = False
 
     def __enter__(self) -> Watch:
         embedding = self._model.get_input_embeddings()
@@ -94,8 +96,8 @@ class Watch(TorchFunctionMode):  # type: ignore[misc]  # torch is read without i
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
             return self._attends(func, args, kwargs)
-        if func in _PRODUCTS and len(args) == 2:
-            self._may_attend(*args)
+        if func in _PRODUCTS:
+            self._may_attend(*_factors(args, kwargs))
         return func(*args, **kwargs)
 
     def stored(self, layer: int, keys: Tensor, values: Tensor, returned: Tensor) -> None:
@@ -120,7 +122,7 @@ class Watch(TorchFunctionMode):  # type: ignore[misc]  # torch is read without i
         if self._layer is None or not (torch.is_tensor(left) and torch.is_tensor(right)):
             return
         seen = self._at(self._layer)
-        shapes_fit = left.ndim == right.ndim == 4 and left.shape[-1] == right.shape[-2]
+        shapes_fit = left.ndim == right.ndim >= 3 and left.shape[-1] == right.shape[-2]
         keys_fit = seen.key_shape is not None and right.shape[-1] == seen.keys_returned
         if shapes_fit and keys_fit and seen.key_shape and left.shape[-2] == seen.key_shape[2]:
             self._note_query(left, right.shape[-1])
@@ -128,9 +130,9 @@ class Watch(TorchFunctionMode):  # type: ignore[misc]  # torch is read without i
     def _note_query(self, query: Tensor, keys: int) -> None:
         if self._layer is not None and self._at(self._layer).query_shape is None:
             seen = self._at(self._layer)
-            batch, dim = query.shape[0], query.shape[-1]
+            batch, dim = self.seen.input_shape[0], query.shape[-1]
             fed = seen.key_shape[2] if seen.key_shape else self.seen.input_shape[-1]
-            # For grouped heads some callers fold the queries that share a key into one axis.
+            # Some callers fold heads into the batch, or the queries that share a key into one axis.
             seen.query_shape = [batch, query.numel() // (batch * fed * dim), fed, dim]
             seen.keys_attended = keys
 
@@ -138,7 +140,8 @@ class Watch(TorchFunctionMode):  # type: ignore[misc]  # torch is read without i
         return self.seen.layers.setdefault(layer, LayerSeen())
 
     def _embeds(self, module: Any, args: tuple[Any, ...]) -> None:
-        if args and not self.seen.input_shape:
+        if not self._embedded and args:
+            self._embedded = True
             self.seen.input_shape = list(args[0].shape)
 
     def _enters(self, module: Any, args: Any) -> None:
@@ -146,4 +149,14 @@ class Watch(TorchFunctionMode):  # type: ignore[misc]  # torch is read without i
 
 
 _NAMES = ("query", "key", "value")
-_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_PRODUCTS = (
+    *(torch.matmul, Tensor.matmul, Tensor.__matmul__),
+    *(torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm),
+)
+
+
+def _factors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The two factors of a product; the one with a summand names or ends with them."""
+    if "batch2" in kwargs:
+        return kwargs["batch1"], kwargs["batch2"]
+    return (args[-2], args[-1]) if len(args) >= 2 else (None, None)
