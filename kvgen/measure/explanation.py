@@ -135,7 +135,7 @@ class Twin:
     operations: int
     """Multiplications and additions of the forward, counted as it ran."""
     attention_operations: int
-    """Of these, queries times keys and weights times values."""
+    """Of these, those of torch's attention; 0 where a model multiplies queries and keys itself."""
     latency_s: float | None
     """Median of several runs; null without timings."""
 
@@ -172,7 +172,7 @@ class Stage:
     """Multiplications and additions of the forward, counted as it ran. Prefill's include logits
     at every position of the prompt, which only this walk needs."""
     attention_operations: int
-    """Of these, queries times keys and weights times values."""
+    """Of these, those of torch's attention; 0 where a model multiplies queries and keys itself."""
     latency_s: float | None
     """Median of several runs; null without timings."""
     twin: Twin

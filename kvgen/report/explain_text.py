@@ -82,7 +82,7 @@ def _stored(record: Explanation, stage: Stage) -> Iterator[str]:
 def _kept_by(record: Explanation, layer: LayerState) -> str:
     facts = record.layers[layer.index]
     if not layer.stored:
-        return f"{facts.keeps} ({facts.kind})"
+        return f"nothing ({facts.kind})"
     tensors = ", ".join(f"{stored.name} {stored.shape}" for stored in layer.stored)
     slots = ""
     if layer.first_position is not None and layer.end_position is not None:
@@ -181,7 +181,8 @@ def _boundary(record: Explanation, it: Boundary) -> Iterator[str]:
     left, reading = _count(it.cached_operations), _count(it.remaining_attention_operations)
     weights, held = bytes_text(it.weight_bytes_read), bytes_text(it.kv_bytes_read)
     yield f"  saved     {saved} of {whole} operations: the layers of earlier tokens"
-    yield f"  remains   {left} operations, {reading} of them reading the prefix"
+    counted = f", {reading} of them reading the prefix" if it.remaining_attention_operations else ""
+    yield f"  remains   {left} operations{counted}"
     yield f"  read      {weights} of weights, {held} of cache"
     if it.kv_bytes_per_token:
         growth = bytes_text(it.kv_bytes_per_token)
@@ -200,11 +201,9 @@ def _boundary(record: Explanation, it: Boundary) -> Iterator[str]:
             f"  limits    {seconds_text(it.step_limit_s)} a step with the cache, "
             f"{seconds_text(it.uncached_limit_s or 0)} without"
         )
-        yield from _paragraph(
-            f"Up to about {it.compute_bound_from:,.0f} tokens both paths wait for the weights; "
-            "beyond, the uncached one grows with every token.",
-            " " * 12,
-        )
+        together = f"{it.compute_bound_from:,.0f}"
+        yield f"  part      up to about {together} tokens both paths wait for the weights;"
+        yield "            beyond, the uncached one grows with every token"
     if record.curve:
         yield f"  {'tokens':>7} {'with cache':>12} {'without':>12}   measured"
         for point in record.curve:
@@ -230,13 +229,7 @@ def _training(record: Explanation) -> Iterator[str]:
 
 
 def _paragraph(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(
-        visible(text), WIDTH, initial_indent=indent, subsequent_indent=_hanging(indent)
-    )
-
-
-def _hanging(indent: str) -> str:
-    return indent + "  " if len(indent) == 2 else indent
+    return textwrap.wrap(visible(text), WIDTH, initial_indent=indent, subsequent_indent=indent * 2)
 
 
 def _indented(lines: list[str]) -> list[str]:

@@ -29,7 +29,7 @@ _MEANINGS: dict[Cell, str] = {
 }
 _COLUMNS = 29
 _ROWS = 18
-_STRIP = 48
+_STRIP = 36
 _GAP = " "
 
 
