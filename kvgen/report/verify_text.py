@@ -26,8 +26,8 @@ def head_lines(record: Verification) -> list[str]:
     layers = f"{model.num_hidden_layers} layers"
     return [
         visible(f"{model.name} ({model.model_type}, {layers}): {where.dtype} on {where.device}"),
-        f"against one uncached forward over {record.tokens} tokens; |Δlogit| up to "
-        f"{record.tolerance:.1e} counts as equal",
+        f"against one uncached forward over {record.tokens} tokens; "
+        f"equal within |Δlogit| {record.tolerance:.1e}",
         "",
         _COLUMNS.format("check", "result", "max |Δlogit|", "first wrong").rstrip(),
     ]
