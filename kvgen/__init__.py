@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from kvgen.engine.forward import Forward
     from kvgen.engine.sampling import Sampler, SamplingOptions
     from kvgen.errors import KvgenError
+    from kvgen.measure.checks import Outcome
     from kvgen.measure.records import Generation
     from kvgen.measure.run import GenerationOptions, GenerationRun
-    from kvgen.measure.verify import Outcome, Verifier
+    from kvgen.measure.verify import Verifier
     from kvgen.models import LoadedModel, LoadOptions, load_model
 
 _HOMES = {
@@ -45,7 +46,8 @@ _HOMES = {
     "kvgen.errors": ("KvgenError",),
     "kvgen.measure.records": ("Generation",),
     "kvgen.measure.run": ("GenerationOptions", "GenerationRun"),
-    "kvgen.measure.verify": ("Outcome", "Verifier"),
+    "kvgen.measure.checks": ("Outcome",),
+    "kvgen.measure.verify": ("Verifier",),
     "kvgen.models": ("LoadOptions", "LoadedModel", "load_model"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -16,9 +16,9 @@ from architectures import FOLDER, NAMES, config_of, raw
 from conftest import Cli
 
 from kvgen.errors import InputError, ModelError, UsageError
+from kvgen.measure.architecture import Architecture, read_architecture
 from kvgen.measure.parameters import estimate_parameters
 from kvgen.measure.size import SizeOptions, expands_latent, size_of
-from kvgen.models.architecture import Architecture, read_architecture
 from kvgen.models.gguf_header import read_gguf
 from kvgen.models.types import LoadOptions
 

@@ -135,6 +135,14 @@ def slots_are_positions(model: Any) -> bool:
     return model.config.model_type in ("bloom", "mpt") or bool(getattr(model.config, "alibi", 0))
 
 
+def takes_padding(model: Any) -> bool:
+    """Whether a padding mask with one column per token is right at every step.
+
+    GIT's code widens the mask by an image's tokens also where no image came.
+    """
+    return bool(model.config.model_type != "git")
+
+
 class TransformersCache(Cache):  # type: ignore[misc]  # transformers publishes no types
     """A ``KVCache`` as transformers' models see it."""
 

@@ -15,12 +15,14 @@ import typer
 
 from kvgen import __version__
 from kvgen.cli.compare import compare
+from kvgen.cli.explain import explain
 from kvgen.cli.generate import generate
 from kvgen.cli.interrupts import note_interrupts
 from kvgen.cli.ordered import OrderedCommand
 from kvgen.cli.report import report
 from kvgen.cli.size import size
 from kvgen.cli.streams import ReaderLeftError, prepare_streams
+from kvgen.cli.verify import verify
 from kvgen.errors import KvgenError
 from kvgen.report.units import visible
 
@@ -38,6 +40,8 @@ app.command()(generate)
 app.command(cls=OrderedCommand)(compare)
 app.command()(report)
 app.command()(size)
+app.command()(explain)
+app.command()(verify)
 
 
 def _show_version(wanted: bool) -> None:

@@ -102,8 +102,8 @@ def size(
     Needs no weights: a configuration is enough.
     """
     from kvgen.cli.streams import Output
+    from kvgen.measure.architecture import read_architecture
     from kvgen.measure.size import SizeOptions, size_of
-    from kvgen.models.architecture import read_architecture
     from kvgen.models.types import LoadOptions
     from kvgen.report.size import EXPORTERS
 

@@ -71,6 +71,37 @@ class Forward:
         """As ``uncached``, but the logits after each id, ``[ids, vocab]``."""
         return self._run(ids, use_cache=False)
 
+    def rows(
+        self, rows: list[list[int]], padding: list[int], cache: TransformersCache | None = None
+    ) -> Tensor:
+        """Forward a batch of equally long ``rows``; the logits ``[rows, ids, vocab]``.
+
+        ``padding`` counts the meaningless ids that each row's sequence begins with; they are masked
+        and its positions start after them. With ``cache``, the rows follow what it holds of them.
+        """
+        first, count = (cache.kv.position if cache else 0), len(rows[0])
+        offsets = torch.tensor(padding, device=self._device).unsqueeze(1)
+        inputs: dict[str, Any] = {"use_cache": cache is not None}
+        if cache is not None:
+            inputs[cache_argument(self._model)] = cache
+        # A recurrent layer reads padding only where it is forwarded.
+        reads_pairs = cache is None or any(spec.has_pairs for spec in cache.kv.specs)
+        if any(padding) and (reads_pairs or first < max(padding)):
+            every = torch.arange(first + count, device=self._device)
+            inputs["attention_mask"] = (every >= offsets).long()
+        if self._takes_positions:
+            positions = torch.arange(first, first + count, device=self._device)
+            inputs["position_ids"] = (positions - offsets).clamp(min=0)
+        if cache is not None:
+            lend_states(self._state_holders, cache.kv)
+        with torch.inference_mode():
+            batch = torch.tensor(rows, device=self._device)
+            logits: Tensor = self._model(input_ids=batch, return_dict=True, **inputs).logits
+        if cache is not None:
+            take_back_states(self._state_holders, cache.kv)
+            cache.kv.advance(count)
+        return logits
+
     def after(self, ids: list[int], cache: Any, position: int) -> Tensor:
         """Forward ``ids`` at ``position`` with any cache the model takes, which stores them.
 

@@ -17,9 +17,9 @@ from kvgen.cache.settings import Settings
 from kvgen.cache.shapes import specs_from_config
 from kvgen.cache.spec import LayerSpec
 from kvgen.errors import InputError, KvgenError
+from kvgen.measure.architecture import read_architecture
 from kvgen.measure.fit import ITEMSIZES, Fitter, Storage, kv_bytes
 from kvgen.measure.size import expands_latent
-from kvgen.models.architecture import read_architecture
 from kvgen.models.types import LoadOptions
 
 _CGROUP = Path("/sys/fs/cgroup")

@@ -17,9 +17,9 @@ from kvgen.cache.settings import Settings
 from kvgen.cache.shapes import specs_from_config
 from kvgen.cache.spec import LayerSpec
 from kvgen.errors import InputError, UsageError
+from kvgen.measure.architecture import Architecture
 from kvgen.measure.fit import QUANTIZED, Fitter, Storage, find_storage, growth, kv_bytes, windowless
 from kvgen.measure.size_records import Alternative, LayerGroup, Size, SizeRow
-from kvgen.models.architecture import Architecture
 
 
 @dataclass(frozen=True)

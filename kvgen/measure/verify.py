@@ -7,166 +7,267 @@ every position's prediction at once, so the comparison says as much about traini
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from kvgen.cache.adapter import TransformersCache, continues_prefill, specs_for
+from kvgen.cache.adapter import TransformersCache, continues_prefill, specs_for, takes_padding
 from kvgen.cache.layers import CannotTrimError
 from kvgen.cache.manager import KVCache
 from kvgen.engine.forward import Forward
+from kvgen.measure.checks import (
+    BATCH,
+    BYTES,
+    CHUNK_SIZES,
+    FORK,
+    MEMORY_ERRORS,
+    PADDING,
+    PAST_THE_WINDOW,
+    RESET,
+    SAVE_AND_LOAD,
+    TRAINING,
+    TRIM,
+    Outcome,
+    by_position,
+    chunks_of,
+    differences,
+    guarded,
+    not_applicable,
+    ones_around,
+    told,
+    unchanged_after_refusal,
+)
+from kvgen.measure.verdict import largest_logit, tolerance
 
-CHUNK_SIZES = (1, 3, 7)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one check found."""
-
-    check: str
-    status: Literal["pass", "fail", "not applicable"]
-    max_abs_logit_difference: float | None = None
-    position: int | None = None
-    """The first position that failed."""
-    detail: str = ""
+_BATCH_STEPS = 6
+_PADDING = 3
+_TURNS = 3
 
 
 class Verifier:
     """The checks for one model on one sequence of ids.
 
-    ``prompt`` of the ``ids`` are forwarded together first; the rest follows. Logits may differ by
-    ``limit``. The sequence should be longer than any window, so that windows are passed.
+    ``prompt`` of the ``ids`` are forwarded together first; the rest follows.
     """
 
     def __init__(
-        self, model: Any, ids: list[int], prompt: int, limit: float, step: int = 256
+        self,
+        model: Any,
+        ids: list[int],
+        prompt: int,
+        limit: float | None = None,
+        step: int = 256,
+        longest: int = 1024,
     ) -> None:
-        """``step`` is the slots that buffers grow by. Raises ``ModelError`` for a model that the
-        cache does not serve.
+        """Logits may differ by ``limit``, by default what the model's dtype explains.
+
+        ``step`` is the slots that buffers grow by. ``longest`` is how many tokens passing a window
+        may take. Raises ``ModelError`` for a model that the cache does not serve.
         """
         self._forward = Forward(model)
         self._specs = specs_for(model)
         self._many = continues_prefill(model)
+        self._pads = takes_padding(model)
         self._itemsize = model.dtype.itemsize
         self._ids = ids
         self._prompt = prompt
-        self._limit = limit
         self._step = step
+        self._longest = longest
         self._parallel = self._forward.uncached_everywhere(ids)
+        dtype = str(model.dtype).removeprefix("torch.")
+        self.limit = tolerance(dtype, largest_logit(self._parallel)) if limit is None else limit
+        """Largest |Δlogit| that counts as the same."""
 
     def outcomes(self) -> Iterator[Outcome]:
         """Run every check, one after another."""
-        yield self.stepwise()
+        yield guarded(TRAINING, self.stepwise)
         for size in CHUNK_SIZES:
-            yield self.chunked(size)
-        yield self.trim_and_regenerate()
-        yield self.fork_is_independent()
-        yield self.reset_and_repeat()
-        yield self.bytes_follow_the_formula()
+            yield guarded(chunks_of(size), partial(self.chunked, size))
+        yield guarded(PAST_THE_WINDOW, self.past_the_window)
+        yield guarded(TRIM, self.trim_and_regenerate)
+        yield guarded(RESET, self.reset_and_repeat)
+        yield guarded(FORK, self.fork_is_independent)
+        yield self.save_and_load()
+        yield guarded(BATCH, self.batch_against_alone)
+        yield guarded(PADDING, self.left_padding)
+        yield guarded(BYTES, self.bytes_follow_the_formula)
 
     def stepwise(self) -> Outcome:
-        """The prompt together, then one token at a time."""
-        cache = self._new_cache()
-        ones = [1] * (len(self._ids) - self._prompt)
-        return self._compare("token by token", lambda: self._feed(cache, [self._prompt, *ones]), 0)
+        """The prompt together, then one token at a time, as the one masked forward of training."""
+        return self._compare(TRAINING, self._feed(self._new_cache(), [self._prompt, *self._ones]))
 
     def chunked(self, size: int) -> Outcome:
         """Everything in pieces of ``size`` tokens."""
-        name = f"chunks of {size}"
+        name = chunks_of(size)
         if size > 1 and not self._many:
-            return _not_applicable(name, "the model does not continue its state over chunks")
+            return not_applicable(name, "the model does not continue its state over chunks")
         whole, rest = divmod(len(self._ids), size)
         sizes = [size] * whole + ([rest] if rest else [])
-        return self._compare(name, lambda: self._feed(self._new_cache(), sizes), 0)
+        return self._compare(name, self._feed(self._new_cache(), sizes))
+
+    def past_the_window(self) -> Outcome:
+        """Every window's length W, and twice W, passed one token at a time."""
+        windows = sorted({spec.window for spec in self._specs if spec.window is not None})
+        if not windows:
+            return not_applicable(PAST_THE_WINDOW, "no layer of this model has a window")
+        passed = [window for window in windows if window + 3 <= self._longest]
+        if not passed:
+            why = f"passing a window of {windows[0]:,} takes more than {self._longest:,} tokens"
+            return not_applicable(PAST_THE_WINDOW, why)
+        longest = min(2 * passed[-1] + 3, self._longest)
+        ids = (self._ids * (longest // len(self._ids) + 1))[:longest]
+        marks = [n * window for window in passed for n in (1, 2)]
+        sizes = ones_around(marks, longest, whole=self._many)
+        outcome = self._compare(
+            PAST_THE_WINDOW,
+            self._feed(self._new_cache(), sizes, ids),
+            expected=self._forward.uncached_everywhere(ids),
+        )
+        left = [window for window in windows if window not in passed]
+        if outcome.status == "pass" and left:
+            detail = f"a window of {left[0]:,} takes more than {self._longest:,} tokens"
+            return Outcome(outcome.check, "pass", outcome.max_abs_logit_difference, None, detail)
+        return outcome
 
     def trim_and_regenerate(self) -> Outcome:
         """Take the last tokens back, forward others, take them back, forward the right ones."""
-        name = "trim and regenerate"
         cache = self._new_cache()
-        self._feed(cache, [self._prompt])
+        self._run(cache, [self._prompt])
         try:
-            self._feed(cache, [1, 1])
+            self._run(cache, [1, 1])
             cache.kv.trim(2)
         except CannotTrimError as refusal:
-            return _unchanged_after_refusal(name, cache.kv, self._prompt + 2, refusal)
+            return unchanged_after_refusal(TRIM, cache.kv, self._prompt + 2, refusal)
         wrong = [self._ids[0]] * 2
         for token in wrong:
             self._forward.cached([token], cache)
         cache.kv.trim(2)
-        ones = [1] * (len(self._ids) - self._prompt)
-        return self._compare(name, lambda: self._feed(cache, ones), self._prompt)
+        return self._compare(TRIM, self._feed(cache, self._ones), self._prompt)
 
     def fork_is_independent(self) -> Outcome:
-        """Tokens forwarded through a fork leave the original as it was."""
+        """Tokens forwarded through a fork, turn by turn, leave the original as it was."""
         cache = self._new_cache()
-        self._feed(cache, [self._prompt])
+        self._run(cache, [self._prompt])
         twin = TransformersCache(cache.kv.fork())
-        for token in [self._ids[0]] * 3:
-            self._forward.cached([token], twin)
-        ones = [1] * (len(self._ids) - self._prompt)
-        return self._compare("fork is independent", lambda: self._feed(cache, ones), self._prompt)
+
+        def in_turns() -> Iterator[Tensor]:
+            for turn, logits in enumerate(self._feed(cache, self._ones)):
+                yield logits
+                if turn < _TURNS:
+                    self._forward.cached([self._ids[0]], twin)
+
+        return self._compare(FORK, in_turns(), self._prompt)
 
     def reset_and_repeat(self) -> Outcome:
         """A cache that was used and reset gives what a new one gives."""
         cache = self._new_cache()
-        self._feed(cache, [self._prompt, 1, 1])
+        self._run(cache, [self._prompt, 1, 1])
         cache.kv.reset()
-        ones = [1] * (len(self._ids) - self._prompt)
-        return self._compare(
-            "reset and repeat", lambda: self._feed(cache, [self._prompt, *ones]), 0
+        return self._compare(RESET, self._feed(cache, [self._prompt, *self._ones]))
+
+    def save_and_load(self) -> Outcome:
+        """A cache read back from a file goes on as the one that was written."""
+        return not_applicable(SAVE_AND_LOAD, "kvgen writes no caches to disk yet")
+
+    def batch_against_alone(self) -> Outcome:
+        """Two sequences in one batch predict what each predicts alone."""
+        ids = self._ids[: self._prompt + _BATCH_STEPS]
+        other = ids[1:] + ids[:1]
+        alone = torch.stack((self._parallel[: len(ids)], self._forward.uncached_everywhere(other)))
+        return self._compare_rows(BATCH, [ids, other], [0, 0], alone)
+
+    def left_padding(self) -> Outcome:
+        """A sequence padded on its left, beside a longer one, predicts what it predicts alone."""
+        if not self._pads:
+            return not_applicable(PADDING, "the model counts its mask's columns in its own way")
+        ids = self._ids[: self._prompt + _BATCH_STEPS]
+        padded = ids[:1] * _PADDING + ids[:-_PADDING]
+        alone = self._parallel[: len(ids)]
+        shifted = torch.cat((alone[:_PADDING], alone[:-_PADDING]))
+        return self._compare_rows(
+            PADDING, [ids, padded], [0, _PADDING], torch.stack((alone, shifted))
         )
 
     def bytes_follow_the_formula(self) -> Outcome:
         """Bytes on the tensors equal the formula after every forward."""
-        name = "bytes follow the formula"
         cache = self._new_cache()
-        for size in [self._prompt] + [1] * (len(self._ids) - self._prompt):
-            self._feed(cache, [size])
+        for _ in self._feed(cache, [self._prompt, *self._ones]):
             formula = cache.kv.bytes_formula(self._itemsize)
             if formula is None:
-                return _not_applicable(name, "no formula is known for a layer of this model")
+                return not_applicable(BYTES, "no formula is known for a layer of this model")
             if cache.kv.bytes_used != formula:
-                detail = f"{cache.kv.bytes_used} bytes held, {formula} predicted"
-                return Outcome(name, "fail", position=cache.kv.position, detail=detail)
-        return Outcome(name, "pass")
+                detail = f"{cache.kv.bytes_used:,} bytes held, {formula:,} predicted"
+                return Outcome(BYTES, "fail", position=cache.kv.position, detail=detail)
+        return Outcome(BYTES, "pass")
+
+    @property
+    def _ones(self) -> list[int]:
+        return [1] * (len(self._ids) - self._prompt)
 
     def _new_cache(self) -> TransformersCache:
         return TransformersCache(KVCache(self._specs, self._step))
 
-    def _feed(self, cache: TransformersCache, sizes: list[int]) -> list[Tensor]:
+    def _feed(
+        self, cache: TransformersCache, sizes: list[int], ids: list[int] | None = None
+    ) -> Iterator[Tensor]:
         """Forward the next ids in pieces of these sizes; logits ``[size, vocab]`` of each."""
-        results = []
         for size in sizes:
             begin = cache.kv.position
-            results.append(self._forward.cached_everywhere(self._ids[begin : begin + size], cache))
-        return results
+            piece = (ids or self._ids)[begin : begin + size]
+            yield self._forward.cached_everywhere(piece, cache)
 
-    def _compare(self, name: str, run: Callable[[], list[Tensor]], first: int) -> Outcome:
-        """Hold the logits of a run that begins at position ``first`` against the parallel ones."""
+    def _run(self, cache: TransformersCache, sizes: list[int]) -> None:
+        for _ in self._feed(cache, sizes):
+            pass
+
+    def _compare(
+        self, name: str, run: Iterator[Tensor], first: int = 0, expected: Tensor | None = None
+    ) -> Outcome:
+        """Hold the logits of a run that begins at position ``first`` against the parallel ones.
+
+        A run that breaks off has failed at the position it came to.
+        """
+        expected = self._parallel if expected is None else expected
         worst, position, failed = 0.0, first, None
-        for logits in run():
-            expected = self._parallel[position : position + len(logits)]
-            each = (logits.float() - expected.float()).abs().amax(dim=-1)
-            # Written so that a NaN fails.
-            wrong = (~(each <= self._limit)).nonzero()
-            if failed is None and len(wrong):
-                failed = position + int(wrong[0])
-            worst = max(worst, float(each.max()))
-            position += len(logits)
+        try:
+            for logits in run:
+                each = differences(logits, expected[position : position + len(logits)])
+                wrong = (~(each <= self.limit)).nonzero()  # written so that a NaN fails
+                if failed is None and len(wrong):
+                    failed = position + int(wrong[0])
+                worst = max(worst, float(each.nan_to_num(nan=float("inf")).max()))
+                position += len(logits)
+        except MEMORY_ERRORS:
+            raise
+        except Exception as error:
+            return Outcome(name, "fail", worst or None, position, told(error))
         return Outcome(name, "pass" if failed is None else "fail", worst, failed)
 
+    def _compare_rows(
+        self, name: str, rows: list[list[int]], padding: list[int], alone: Tensor
+    ) -> Outcome:
+        """Hold a batch, stepped through a cache, against its rows run alone.
 
-def _not_applicable(name: str, why: str) -> Outcome:
-    return Outcome(name, "not applicable", detail=why)
+        What the model itself, without a cache, does not do is no fault of the cache.
+        """
 
+        def through_the_cache() -> Iterator[Tensor]:
+            cache = self._new_cache()
+            for size in [self._prompt] + [1] * (len(rows[0]) - self._prompt):
+                begin = cache.kv.position
+                pieces = [row[begin : begin + size] for row in rows]
+                yield by_position(self._forward.rows(pieces, padding, cache), padding, begin)
 
-def _unchanged_after_refusal(
-    name: str, cache: KVCache, position: int, refusal: CannotTrimError
-) -> Outcome:
-    """A refused trim is right, if it changed nothing."""
-    if cache.position != position:
-        detail = f"refused, yet the position moved from {position} to {cache.position}"
-        return Outcome(name, "fail", position=position, detail=detail)
-    return _not_applicable(name, str(refusal))
+        def without_one() -> Iterator[Tensor]:
+            yield by_position(self._forward.rows(rows, padding), padding)
+
+        expected = by_position(alone, padding)
+        outcome = self._compare(name, through_the_cache(), expected=expected)
+        if outcome.status == "fail":
+            own = self._compare(name, without_one(), expected=expected)
+            if own.status == "fail":
+                return not_applicable(name, "the model itself predicts otherwise, cache or not")
+        return outcome

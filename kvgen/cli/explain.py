@@ -1,0 +1,116 @@
+"""``kvgen explain``: what the cache does, shown on a few tokens of the user's own model."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvgen.cli import options as shared
+from kvgen.cli.options import option
+from kvgen.errors import DisagreementError
+
+
+class Format(str, Enum):
+    """What stdout carries."""
+
+    text = "text"
+    json = "json"
+
+
+_OUTPUT = "Output"
+
+
+def explain(
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to start from; - reads it from stdin.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, option("--prompt-file", help="Read the prompt from a file.")
+    ] = None,
+    model: shared.ModelOption = None,
+    revision: shared.RevisionOption = None,
+    dtype: shared.DtypeOption = shared.Dtype.auto,
+    device: shared.DeviceOption = "auto",
+    threads: shared.ThreadsOption = None,
+    trust_remote_code: shared.TrustRemoteCodeOption = False,
+    offline: shared.OfflineOption = False,
+    max_new_tokens: Annotated[
+        int, option("--max-new-tokens", "-n", min=1, max=64, help="Tokens to walk through.")
+    ] = 4,
+    layer: Annotated[
+        int | None,
+        option("--layer", min=0, help="The layer to look into.  [default: one that shows most]"),
+    ] = None,
+    chat: Annotated[bool, option("--chat", help="Wrap the prompt in the chat template.")] = False,
+    timings: Annotated[
+        bool,
+        option("--timings/--no-timings", help="Measure both paths, and this machine's limits."),
+    ] = True,
+    output_format: Annotated[
+        Format, option("--format", "-f", help="What stdout carries.", rich_help_panel=_OUTPUT)
+    ] = Format.text,
+    html: Annotated[
+        Path | None,
+        option("--html", help="Also write a page to look at.", rich_help_panel=_OUTPUT),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        option("--output", "-o", help="Write there instead of stdout.", rich_help_panel=_OUTPUT),
+    ] = None,
+    quiet: shared.QuietOption = False,
+    debug: shared.DebugOption = False,
+    config: shared.ConfigOption = None,
+) -> int:
+    """Show what the cache stores, reads and saves at every token, and prove it.
+
+    Greedy, on your own model and prompt. Exit code 5 if a stored pair changed or the two paths
+    disagree.
+    """
+    from kvgen.cli.streams import Output, read_prompt
+
+    text = read_prompt(prompt, prompt_file)
+    destination = Output(output)
+    page = None if html is None else Output(html)
+
+    # The heavy imports start here, once the command line is known to be right.
+    import torch
+
+    from kvgen.cli.progress import loading
+    from kvgen.measure.explain import ExplainOptions, ExplanationRun
+    from kvgen.models import LoadOptions, load_model
+    from kvgen.report.document import to_json
+    from kvgen.report.explain_page import explanation_document, explanation_page
+    from kvgen.report.explain_text import explanation_text
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    load = LoadOptions(
+        model=model,
+        revision=revision,
+        dtype=dtype.value,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        offline=offline,
+    )
+    with loading(quiet) as progress:
+        loaded = load_model(load, progress)
+    options = ExplainOptions(text, max_new_tokens, layer, chat, timings)
+    record = ExplanationRun(loaded, options).explain()
+
+    if output_format is Format.text:
+        destination.write(explanation_text(record))
+    else:
+        destination.write(to_json(explanation_document(record), indent=2) + "\n")
+    destination.close()
+    if page is not None:
+        page.write(explanation_page(record))
+        page.close()
+    if record.changed:
+        stage, index = record.changed[0]
+        raise DisagreementError(f"stage {stage} changed earlier pairs of layer {index}")
+    if record.disagreeing or (record.training is not None and not record.training.agrees):
+        raise DisagreementError("cached and uncached logits disagree")
+    return 0
