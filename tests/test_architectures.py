@@ -108,7 +108,12 @@ def test_a_file_says_what_transformers_makes_of_it(name: str, scale: str) -> Non
 POLICY_OPTIONS = {"window": "window:5,sink:2", "int8": "int8,recent:2", "int4": "int4,group:8"}
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Mamba's own code asks older releases' caches for something else.
+NEWEST = ("jamba-1.5-mini", "mamba2-780m")
+MARKED = [pytest.param(n, marks=pytest.mark.newest) if n in NEWEST else n for n in NAMES]
+
+
+@pytest.mark.parametrize("name", MARKED)
 def test_predicted_bytes_are_those_of_real_tensors(name: str) -> None:
     """For every policy, at the lengths around the window, stepwise and in one piece."""
     torch.set_num_threads(1)
