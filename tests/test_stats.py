@@ -272,3 +272,26 @@ def test_garbage_collection_waits_until_a_run_has_ended() -> None:
         pass
     assert seen == [True, True, False, False]  # choosing is not timed, the run is
     assert gc.isenabled()
+
+
+def test_an_interruption_keeps_what_was_measured_and_claims_nothing_for_the_rest() -> None:
+    from kvgen.report.exporters import csv_text, text
+    from kvgen.report.rows import Titled
+
+    class Stopping(Double):
+        def _step(self) -> Token:
+            raise KeyboardInterrupt
+
+    contestants = [Double("ours", "cache"), Stopping("theirs", "no-cache")]
+    record = record_for(contestants, 2, 2)
+    clock = ScriptedClock([0.0] * 4 + list(readings(5, 3)) + [99.0])
+    run = ComparisonRun(contestants, [Track([], [1])], record, clock)
+    with pytest.raises(KeyboardInterrupt):
+        list(run.rows())
+    assert run.interrupted() is record
+    assert not record.complete
+    ours, theirs = record.rows[0].results
+    assert ours.tpot_s == Summary(3, 0, 3, 3, 1)
+    assert (theirs.tpot_s, theirs.agreement, theirs.speedup) == (None, None, None)
+    assert "reference" not in csv_text([Titled("", record)]).splitlines()[2]
+    assert "NOT COMPLETE" in text([Titled("", record)])

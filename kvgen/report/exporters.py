@@ -23,6 +23,7 @@ from kvgen.report.rows import (
     grids,
     header,
     step_grid,
+    verdict,
 )
 from kvgen.report.saved import SCHEMA, comparison_document
 from kvgen.report.units import visible
@@ -195,7 +196,7 @@ def _csv_rows(run: Titled) -> list[dict[str, object]]:
             fields["speedup_spread"] = item.speedup.spread if item.speedup else None
             fields["break_even_position"] = item.break_even_position
             found = item.agreement
-            fields["verdict"] = found.verdict if found else "reference"
+            fields["verdict"] = found.verdict if found else verdict(item)
             for name in ("max_abs_logit_difference", "mean_abs_logit_difference"):
                 fields[name] = getattr(found, name) if found else None
             first = found.first_difference if found else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvgen.measure.comparison_records import Agreement, Comparison, Result
+from kvgen.measure.comparison_records import Comparison, Result
 from kvgen.measure.stats import Summary
 from kvgen.report.units import (
     bytes_text,
@@ -64,11 +64,13 @@ def header(run: Titled) -> list[str]:
     title = f"{visible(run.title)}: " if run.title else ""
     prompts = sorted({row.prompt_tokens for row in record.rows})
     prompt = " or ".join(f"{count:,}" for count in prompts) or "no"
-    return [
+    turns = "one run" if record.repetitions == 1 else f"{record.repetitions} runs"
+    lines = [
         f"{title}{name}, {where.dtype} on {where.device}, {where.threads} threads",
         f"{prompt} prompt tokens and {record.new_tokens:,} new ones, the same for all; "
-        f"{record.repetitions} runs each, in turn" + ("" if record.complete else "; NOT COMPLETE"),
+        f"{turns} each, in turn",
     ]
+    return lines if record.complete else [*lines, "NOT COMPLETE"]
 
 
 def _grid(runs: Sequence[Titled], heads: list[str], cells: object) -> Grid:
@@ -106,7 +108,7 @@ def spread(value: Summary | None) -> str:
 def _gain_cells(item: Result) -> list[str]:
     return [
         speedup(item),
-        "reference" if item.agreement is None else verdict(item.agreement),
+        verdict(item),
         "-" if item.agreement is None else f"{item.agreement.max_abs_logit_difference:.0e}",
         bytes_text(item.kv_bytes_peak),
         f"{item.reprocessed_tokens:,}",
@@ -120,9 +122,12 @@ def speedup(item: Result) -> str:
     return factor_with_spread(item.speedup.value, item.speedup.spread)
 
 
-def verdict(agreement: Agreement) -> str:
-    """One word, loud where it must be."""
-    return agreement.verdict.upper() if agreement.verdict == "broken" else agreement.verdict
+def verdict(item: Result) -> str:
+    """One word, loud where it must be; a dash for what an interruption left unmeasured."""
+    if item.agreement is None:
+        return "-" if item.prefill_s is None else "reference"
+    found = item.agreement.verdict
+    return found.upper() if found == "broken" else found
 
 
 def disagreements(record: Comparison) -> list[str]:
@@ -133,7 +138,7 @@ def disagreements(record: Comparison) -> list[str]:
             found = item.agreement
             if found is None or (found.first_difference is None and found.verdict != "broken"):
                 continue
-            line = f"{item.contestant} at depth {row.depth:,} is {verdict(found)}: "
+            line = f"{item.contestant} at depth {row.depth:,} is {verdict(item)}: "
             first = found.first_difference
             if first is None:
                 line += "the same tokens, but "
