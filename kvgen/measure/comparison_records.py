@@ -11,6 +11,9 @@ from typing import Literal
 from kvgen.measure.records import Environment, ModelFacts, Verdict
 from kvgen.measure.stats import Line, Ratio, Summary
 
+Kind = Literal["cache", "no-cache", "transformers", "transformers-static", "generate"]
+PromptSource = Literal["given", "built-in", "tokens"]
+
 
 @dataclass
 class ContestantFacts:
@@ -20,7 +23,7 @@ class ContestantFacts:
     """Unique within the comparison; the first contestant is the reference."""
     description: str
     """In words, for people."""
-    kind: Literal["cache", "no-cache", "transformers", "transformers-static", "generate"]
+    kind: Kind
     """How it runs."""
     dtype: str
     """Arithmetic of weights and cache."""
@@ -173,7 +176,7 @@ class Comparison:
     random_weights: bool
     """Whether the weights are random numbers: time and bytes are real, the text is not."""
     prompt: str
-    prompt_source: Literal["given", "built-in", "tokens"]
+    prompt_source: PromptSource
     tokenize_s: float
     """Prompt to ids, once. Seconds; 0 for replayed ids."""
     new_tokens: int

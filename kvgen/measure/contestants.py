@@ -24,7 +24,7 @@ from kvgen.engine.forward import Forward
 from kvgen.engine.policies import DEFAULT, find_policy
 from kvgen.engine.sampling import Sampler, SamplingOptions
 from kvgen.measure.clock import Clock
-from kvgen.measure.comparison_records import ContestantFacts
+from kvgen.measure.comparison_records import ContestantFacts, Kind
 from kvgen.measure.roofline import WeightReads
 from kvgen.models import LoadedModel
 
@@ -58,14 +58,14 @@ class ForcedSampler(Sampler):
 class Contestant(ABC):
     """See the module. ``facts`` is what the record says of it."""
 
-    def __init__(self, loaded: LoadedModel, kind: str, name: str, description: str) -> None:
+    def __init__(self, loaded: LoadedModel, kind: Kind, name: str, description: str) -> None:
         self.loaded = loaded
         self.weights = WeightReads(loaded.model)
         self.forward = Forward(loaded.model)
         self.facts = ContestantFacts(
             name=name,
             description=description,
-            kind=kind,  # type: ignore[arg-type]
+            kind=kind,
             dtype=str(loaded.dtype).removeprefix("torch."),
             weight_bytes=self.weights.total,
         )

@@ -17,6 +17,7 @@ from kvgen.engine.decoder import Token
 from kvgen.engine.forward import Forward
 from kvgen.engine.sampling import Sampler
 from kvgen.measure.clock import Clock
+from kvgen.measure.comparison_records import Kind
 from kvgen.measure.contestants import (
     Contestant,
     ForcedSampler,
@@ -49,7 +50,7 @@ class _RivalDecoder:
 class _RivalMemory(Contestant):
     """What the contestants with one of the library's caches share."""
 
-    def __init__(self, loaded: LoadedModel, kind: str, name: str, description: str) -> None:
+    def __init__(self, loaded: LoadedModel, kind: Kind, name: str, description: str) -> None:
         super().__init__(loaded, kind, name, description)
         self._filled = self._cache = RivalCache.growing(loaded.config)
 

@@ -17,7 +17,7 @@ from kvgen.engine.prompt import check_fits, encode
 from kvgen.errors import UsageError
 from kvgen.measure.clock import Clock, DeviceClock
 from kvgen.measure.compare import ComparisonRun, Track
-from kvgen.measure.comparison_records import Comparison
+from kvgen.measure.comparison_records import Comparison, PromptSource
 from kvgen.measure.contestants import Cached, Contestant, Uncached
 from kvgen.measure.environment import environment, load_average
 from kvgen.measure.rivals import LibraryCache, LibraryGenerate, LibraryStaticCache
@@ -106,7 +106,7 @@ def prepare(
         environment=environment(loaded.model, loaded.device, reference.facts.dtype, bandwidth),
         random_weights=loaded.source.kind == "random weights",
         prompt=options.prompt or "",
-        prompt_source=source,  # type: ignore[arg-type]
+        prompt_source=source,
         tokenize_s=tokenize_s,
         new_tokens=new_tokens,
         depths=[len(track.prefix) for track in tracks],
@@ -131,7 +131,7 @@ def _busy(load: float | None) -> list[str]:
     ]
 
 
-def _tracks(loaded: LoadedModel, options: CompareOptions) -> tuple[list[Track], str]:
+def _tracks(loaded: LoadedModel, options: CompareOptions) -> tuple[list[Track], PromptSource]:
     """The tokens, and where they come from."""
     if options.tokens is not None:
         return read_tokens(options.tokens), "tokens"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvgen.measure.comparison_records import Comparison, Result
@@ -25,6 +25,9 @@ class Titled(NamedTuple):
 
     title: str
     record: Comparison
+
+
+Cells = Callable[[Result], list[str]]
 
 
 class Grid(NamedTuple):
@@ -73,7 +76,7 @@ def header(run: Titled) -> list[str]:
     return lines if record.complete else [*lines, "NOT COMPLETE"]
 
 
-def _grid(runs: Sequence[Titled], heads: list[str], cells: object) -> Grid:
+def _grid(runs: Sequence[Titled], heads: list[str], cells: Cells) -> Grid:
     several = len(runs) > 1
     swept = any(len(run.record.depths) > 1 for run in runs)
     labels = (["run"] if several else []) + (["depth"] if swept or several else []) + ["contestant"]
@@ -83,7 +86,7 @@ def _grid(runs: Sequence[Titled], heads: list[str], cells: object) -> Grid:
             for item in row.results:
                 label = [visible(run.title)] if several else []
                 label += [f"{row.depth:,}"] if swept or several else []
-                rows.append([*label, visible(item.contestant), *cells(item)])  # type: ignore[operator]
+                rows.append([*label, visible(item.contestant), *cells(item)])
     return Grid(labels + heads, rows, len(labels))
 
 
