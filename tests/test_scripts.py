@@ -552,6 +552,29 @@ def test_full_test_run_goes_through_every_stage_and_ends_with_pytest(project: Pr
     assert done.stdout.endswith("pytest ran\n")
 
 
+def test_missing_browser_is_said_and_stops_nothing(project: Project) -> None:
+    """There is no apt-get on this PATH either."""
+    (project.state / "overlay-version").write_text(oldest_transformers(project) + "\n")
+    done = run_tests(project)
+    assert done.returncode == 0
+    assert "tests of pages in a browser will be skipped" in done.stderr
+
+
+def test_missing_browser_is_installed_where_apt_get_can(project: Project) -> None:
+    (project.state / "overlay-version").write_text(oldest_transformers(project) + "\n")
+    script = f'#!/bin/sh\necho "$*" >>"{project.state}/apt"\n'
+    write_script(project.bin / "apt-get", script)
+    write_script(project.bin / "id", "#!/bin/sh\necho 0\n")
+    (project.bin / "env").symlink_to("/usr/bin/env")
+    done = run_tests(project)
+    assert done.returncode == 0, done.stderr
+    ran = project.state / "apt"
+    if "ID=debian" in Path("/etc/os-release").read_text().splitlines():
+        assert ran.read_text().splitlines()[-1].endswith("chromium chromium-driver")
+    else:
+        assert not ran.exists()
+
+
 def test_stage_that_fails_ends_the_test_run_with_its_exit_code(project: Project) -> None:
     project.given("mypy-fails")
     done = run_tests(project)
