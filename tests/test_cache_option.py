@@ -102,7 +102,7 @@ def test_what_a_lossy_policy_is_forgiven(
     difference: float, lossy: float | None, verdict: str
 ) -> None:
     steps = [CheckedStep(0, difference < 1, difference, 1.0)]
-    assert judge(steps, 0.01, lossy).verdict == verdict
+    assert judge(steps, 0.01, lossy=lossy).verdict == verdict
 
 
 @pytest.fixture(scope="module")

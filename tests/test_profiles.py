@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -18,11 +19,10 @@ PROFILES = sorted((FOLDER.parent).glob("*.toml"))
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
-def known(command: str) -> dict[str, str]:
-    parameters = COMMANDS[command].params
+def known(command: str) -> dict[str, Any]:
     return {
-        long.removeprefix("--"): str(parameter.name)
-        for parameter in parameters
+        long.removeprefix("--"): parameter
+        for parameter in COMMANDS[command].params
         for long in parameter.opts
         if long.startswith("--")
     }

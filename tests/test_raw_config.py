@@ -35,8 +35,10 @@ def test_a_saved_configuration_is_read_as_its_class_reads_it_or_refused(model_ty
     try:
         config = tiny_config(model_type).get_text_config(decoder=True)
         expected = specs_from_config(config)
-    except Exception as error:  # a validator, or half of an encoder-decoder
+    except Exception as error:  # a validator
         pytest.skip(f"no specs for it at all: {str(error)[:80]}")
+    if getattr(config, "encoder_layers", None):
+        pytest.skip("half of an encoder-decoder, which is not published by itself")
     if model_type in REFUSED_AS_SAVED:
         with pytest.raises(ModelError):
             specs_from_config(as_published(config))

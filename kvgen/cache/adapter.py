@@ -21,12 +21,16 @@ from transformers.cache_utils import Cache
 
 from kvgen.cache.layers import Layer
 from kvgen.cache.manager import KVCache
+from kvgen.cache.policies import find_policy
+from kvgen.cache.policy import Policy
 from kvgen.cache.recurrent import States
 from kvgen.cache.shapes import specs_from_config
 from kvgen.cache.spec import NOTHING, LayerSpec
-from kvgen.errors import ModelError
+from kvgen.errors import ModelError, UsageError
 
 SUPPORTED = "5.5 or newer"
+# Models of earlier releases want the kept inputs alone back, and read states as attributes.
+_RETURNS_EVERY_INPUT = hasattr(Cache, "get_conv_state")
 
 
 def cache_argument(model: Any) -> str:
@@ -143,6 +147,20 @@ def takes_padding(model: Any) -> bool:
     return bool(model.config.model_type != "git")
 
 
+def policy_for(model: Any, text: str) -> Policy:
+    """The storage policy that ``text`` names (see ``find_policy``).
+
+    Raises ``UsageError`` for an unknown one, and for one that does not suit the model.
+    """
+    policy = find_policy(text)
+    if policy.gaps and slots_are_positions(model):
+        raise UsageError(
+            f"{model.config.model_type} tells a token's distance by its place in the cache, so no "
+            f"token may be missing; --cache {text} does not suit it"
+        )
+    return policy
+
+
 class TransformersCache(Cache):  # type: ignore[misc]  # transformers publishes no types
     """A ``KVCache`` as transformers' models see it."""
 
@@ -214,7 +232,13 @@ class TransformersCache(Cache):  # type: ignore[misc]  # transformers publishes 
         **kwargs: Any,
     ) -> Tensor:
         """Follow a convolution by new inputs; returns those kept before, then these."""
-        return self._states(layer_idx).add_inputs(conv_states, state_idx, conv_kernel_size)
+        states = self._states(layer_idx)
+        every = states.add_inputs(conv_states, state_idx, conv_kernel_size)
+        if _RETURNS_EVERY_INPUT:
+            return every
+        kept = states.convolution(state_idx)
+        assert kept is not None
+        return kept
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """A recurrent state, or ``None`` before the first token."""

@@ -16,9 +16,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from kvgen.cache.adapter import TransformersCache, specs_for
+from kvgen.cache.adapter import TransformersCache, policy_for, specs_for
 from kvgen.cache.manager import KVCache
-from kvgen.cache.policies import DEFAULT, find_policy
+from kvgen.cache.policies import DEFAULT
 from kvgen.engine.decoder import Decoder, Token
 from kvgen.engine.forward import Forward
 from kvgen.engine.sampling import Sampler, SamplingOptions
@@ -148,18 +148,20 @@ class Cached(StepContestant):
 
     def __init__(self, loaded: LoadedModel, name: str, policy: str = DEFAULT) -> None:
         """Raises ``UsageError`` for an unknown policy."""
-        found = find_policy(policy)
-        super().__init__(loaded, "cache", name, f"kvgen's cache, {found.description}")
+        self._policy = policy_for(loaded.model, policy)
+        super().__init__(loaded, "cache", name, f"kvgen's cache, {self._policy.description}")
+        self.lossy = self._policy.tolerance
+        self._specs = specs_for(loaded.model)
         self._filled_ids: list[int] = []
-        self._filled = found.make(specs_for(loaded.model))
-        self.lossy = found.tolerance
+        self._filled = self._policy.make(self._specs)
         self._cache = self._filled
 
     def fill(self, prefix: list[int], capacity: int) -> None:
         """Forward the prefix into a cache that runs fork; a longer one continues a shorter."""
         held = len(self._filled_ids)
-        if prefix[:held] != self._filled_ids:
-            self._filled.reset()
+        policy = self._policy.for_tokens(capacity)
+        if prefix[:held] != self._filled_ids or policy != self._filled.policy:
+            self._filled = policy.make(self._specs)
             held = 0
         if len(prefix) > held:
             self.forward.extend(prefix[held:], TransformersCache(self._filled), _FILL_CHUNK)

@@ -94,6 +94,9 @@ def _check(
     free: int,
     demand: Demand,
 ) -> None:
+    limit = fields.integer("max_position_embeddings", "n_positions", "max_seq_len")
+    if limit is not None and demand.tokens > limit:
+        return  # too long for the model itself, which is refused with that number
     stored: Sequence[LayerSpec] = specs if demand.policy is not None else ()
     storage = Storage("cache", itemsize, demand.policy or _plain())
     fitter = Fitter(free - weights, fields, stored, itemsize, demand.chunk)
@@ -107,7 +110,6 @@ def _check(
     parts = [f"a KV cache of {_text(cache)}"] if stored else []
     parts = [*([f"weights of {_text(weights)}"] if weights else []), *parts]
     parts.append(f"about {_text(working)} to compute with")
-    limit = fields.integer("max_position_embeddings", "n_positions", "max_seq_len")
     most = fitter.longest(storage, limit).longest_context
     advice = (
         f"a context of {most:,} tokens would fit; shorten it, store it smaller (--cache int8)"

@@ -10,10 +10,9 @@ from typing import Literal
 
 import torch
 
-from kvgen.cache.adapter import continues_prefill, slots_are_positions, specs_for
+from kvgen.cache.adapter import continues_prefill, policy_for, specs_for
 from kvgen.cache.manager import KVCache
 from kvgen.cache.policies import DEFAULT, find_policy
-from kvgen.cache.policy import Policy
 from kvgen.engine.decoder import Decoder
 from kvgen.engine.forward import Forward
 from kvgen.engine.prompt import check_fits, check_known, encode
@@ -93,7 +92,7 @@ class GenerationRun:
             )
         self._forward = Forward(loaded.model)
         self._weights = WeightReads(loaded.model)
-        policy = self._policy() if options.cached else None
+        policy = policy_for(loaded.model, options.cache) if options.cached else None
         specs = specs_for(loaded.model) if options.cached else []
         # The last new token is never forwarded, so it is never stored.
         tokens = len(ids) + wanted - 1
@@ -127,15 +126,6 @@ class GenerationRun:
             self.record.notes.append(policy.note)
         if loaded.source.kind == "random weights":
             self.record.notes.append(RANDOM_WEIGHTS)
-
-    def _policy(self) -> Policy:
-        policy = find_policy(self._options.cache)
-        if policy.gaps and slots_are_positions(self._loaded.model):
-            raise UsageError(
-                f"{self._loaded.config.model_type} tells a token's distance by its place in the "
-                f"cache, so no token may be missing; --cache {self._options.cache} does not suit it"
-            )
-        return policy
 
     def pieces(self) -> Iterator[str]:
         """Generate; yield after every step the text that may now be shown, which may be empty."""
