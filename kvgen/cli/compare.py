@@ -183,6 +183,7 @@ def compare(
     chart: Annotated[
         bool, option("--chart/--no-chart", help="Draw in the text.", rich_help_panel=_OUTPUT)
     ] = True,
+    force: shared.ForceOption = False,
     quiet: shared.QuietOption = False,
     debug: shared.DebugOption = False,
     config: shared.ConfigOption = None,
@@ -243,6 +244,7 @@ def compare(
         tokens=tokens,
         repetitions=repetitions,
         warmup=warmup,
+        force=force,
     )
     load = LoadOptions(
         model=model,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvgen.cli.options import use_threads
 from kvgen.cli.progress import loading, measuring
 from kvgen.cli.streams import Output, check_target
 from kvgen.errors import DisagreementError, GateError, InputError, UsageError
@@ -108,14 +109,19 @@ class Comparing:
         return 0
 
     def _prepare(self) -> ComparisonRun:
-        import torch
-
+        from kvgen.cache.policies import DEFAULT, find_policy
         from kvgen.measure.gates import check_baseline
+        from kvgen.measure.guard import Demand, check_before_loading
         from kvgen.measure.setup import prepare
         from kvgen.models import load_model
+        from kvgen.models.device import choose_device
 
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
+        use_threads(self.threads)
+        if not self.options.force:
+            # A given prompt's tokens are not known yet; what is known must fit already.
+            tokens = max(self.options.depths) + self.options.prompt_tokens + self.options.new_tokens
+            demand = Demand(tokens, find_policy(DEFAULT), chunk=1)
+            check_before_loading(self.load, str(choose_device(self.load.device)), demand)
         with loading(self.quiet) as progress:
             loaded = load_model(self.load, progress)
             run = prepare(

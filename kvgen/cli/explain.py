@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvgen.cli import options as shared
-from kvgen.cli.options import option
+from kvgen.cli.options import option, use_threads
 from kvgen.errors import DisagreementError
 
 
@@ -76,8 +76,6 @@ def explain(
     page = None if html is None else Output(html)
 
     # The heavy imports start here, once the command line is known to be right.
-    import torch
-
     from kvgen.cli.progress import loading
     from kvgen.measure.explain import ExplainOptions, ExplanationRun
     from kvgen.models import LoadOptions, load_model
@@ -85,8 +83,7 @@ def explain(
     from kvgen.report.explain_page import explanation_document, explanation_page
     from kvgen.report.explain_text import explanation_text
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     load = LoadOptions(
         model=model,
         revision=revision,

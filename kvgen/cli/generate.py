@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,7 @@ import typer
 from kvgen.cli import options as shared
 from kvgen.cli.generating import Format, View
 from kvgen.cli.interrupts import preparing
-from kvgen.cli.options import option
+from kvgen.cli.options import option, use_threads
 from kvgen.errors import UsageError
 
 if TYPE_CHECKING:
@@ -132,14 +131,7 @@ def generate(
             rich_help_panel=_CACHE,
         ),
     ] = None,
-    force: Annotated[
-        bool,
-        option(
-            "--force",
-            help="Go on where memory is predicted not to suffice.",
-            rich_help_panel=_CACHE,
-        ),
-    ] = False,
+    force: shared.ForceOption = False,
     prefill_chunk: Annotated[
         int | None,
         option(
@@ -256,8 +248,7 @@ def _prepare(
     from kvgen.models import load_model
     from kvgen.models.device import choose_device
 
-    if threads is not None:
-        _set_threads(threads)
+    use_threads(threads)
     if not options.force:
         # The prompt's tokens are not known yet; what is known must fit already.
         policy = find_policy(options.cache) if options.cached else None
@@ -265,12 +256,3 @@ def _prepare(
         check_before_loading(load, str(choose_device(load.device)), demand)
     with loading(quiet) as progress:
         return GenerationRun(load_model(load, progress), options)
-
-
-def _set_threads(threads: int) -> None:
-    import torch
-
-    processors = os.cpu_count() or threads
-    if threads > processors:  # thousands of threads crash the process instead of failing
-        raise UsageError(f"--threads {threads}: this machine has {processors}; choose at most that")
-    torch.set_num_threads(threads)

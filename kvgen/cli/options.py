@@ -7,6 +7,7 @@ An option's value is what the command line says, else its ``KVGEN_*`` variable, 
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from enum import Enum
 from pathlib import Path
@@ -149,6 +150,14 @@ TrustRemoteCodeOption = Annotated[
 OfflineOption = Annotated[
     bool, option("--offline", help="Never use the network.", rich_help_panel=_MODEL)
 ]
+ForceOption = Annotated[
+    bool,
+    option(
+        "--force",
+        help="Go on where the memory that is free does not suffice.",
+        rich_help_panel=_MODEL,
+    ),
+]
 QuietOption = Annotated[
     bool,
     option("--quiet", "-q", help="Nothing on stderr but errors.", rich_help_panel=_OUTPUT),
@@ -166,3 +175,15 @@ ConfigOption = Annotated[
         rich_help_panel=_OUTPUT,
     ),
 ]
+
+
+def use_threads(threads: int | None) -> None:
+    """Have torch use so many CPU threads. Raises ``UsageError`` for more than there are."""
+    if threads is None:
+        return
+    import torch
+
+    processors = os.cpu_count() or threads
+    if threads > processors:  # thousands of threads crash the process instead of failing
+        raise UsageError(f"--threads {threads}: this machine has {processors}; choose at most that")
+    torch.set_num_threads(threads)

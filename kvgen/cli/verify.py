@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvgen.cli import options as shared
-from kvgen.cli.options import option
+from kvgen.cli.options import option, use_threads
 from kvgen.errors import DisagreementError, UsageError
 
 if TYPE_CHECKING:
@@ -64,14 +64,11 @@ def verify(
     destination = Output(output)
 
     # The heavy imports start here, once the command line is known to be right.
-    import torch
-
     from kvgen.cli.progress import loading
     from kvgen.measure.verification import VerificationRun
     from kvgen.models import LoadOptions, load_model
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     load = LoadOptions(
         model=named or model,
         revision=revision,

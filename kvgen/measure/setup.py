@@ -59,6 +59,8 @@ class CompareOptions:
     tokens: Path | None = None
     repetitions: int = 5
     warmup: bool = True
+    force: bool = False
+    """Load also where the memory that is free does not suffice."""
 
 
 def check_choices(choices: Sequence[Choice]) -> None:
