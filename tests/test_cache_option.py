@@ -138,7 +138,7 @@ def test_a_cut_window_is_the_model_under_that_mask(
 def test_a_window_does_not_suit_a_model_that_counts_slots(cli: Cli, tmp_path: Path) -> None:
     from families import tiny_model
 
-    from kvgen.cache.adapter import slots_are_positions
+    from kvgen.cache.quirks import slots_are_positions
 
     assert slots_are_positions(tiny_model("bloom"))
     assert slots_are_positions(tiny_model("mpt"))

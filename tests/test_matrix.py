@@ -15,9 +15,10 @@ import pytest
 import torch
 from families import FAMILIES, WINDOW, tiny_model
 
-from kvgen.cache.adapter import TransformersCache, continues_prefill, refusal, specs_for
+from kvgen.cache.adapter import TransformersCache, specs_for
 from kvgen.cache.layers import CannotTrimError, Layer
 from kvgen.cache.manager import KVCache
+from kvgen.cache.quirks import continues_prefill, refusal
 from kvgen.cache.spec import WINDOWED
 from kvgen.engine.decoder import Decoder
 from kvgen.engine.forward import Forward

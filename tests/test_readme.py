@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ def shell(tmp_path: Path) -> dict[str, str]:
         file.write_text(command, "utf-8")
         file.chmod(0o755)
     (tmp_path / "work" / "README.md").write_text(README, "utf-8")
+    shutil.copytree(ROOT / "configs", tmp_path / "work" / "configs")
     path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent)])
     modules = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return os.environ | {"PATH": f"{path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": modules}
@@ -74,6 +76,12 @@ def test_the_captured_text_is_what_the_model_says(shell: dict[str, str], tmp_pat
         ["bash", "-c", command[1]], env=shell, capture_output=True, text=True, timeout=120
     )
     assert captured.startswith(done.stdout)
+
+
+def test_the_captured_walk_is_the_one_that_the_documentation_tests() -> None:
+    explained = (ROOT / "docs" / "explain.md").read_text("utf-8")
+    captured = README.split("```text\n$ kvgen explain", 1)[1].split("```", 1)[0]
+    assert f"```\n$ kvgen explain{captured}```" in explained
 
 
 def test_links_lead_to_files() -> None:

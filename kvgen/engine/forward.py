@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvgen.cache.adapter import (
-    TransformersCache,
-    cache_argument,
+from kvgen.cache.adapter import TransformersCache, cache_argument
+from kvgen.cache.quirks import (
     continues_prefill,
     counts_own_positions,
     lend_states,

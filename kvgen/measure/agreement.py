@@ -30,16 +30,21 @@ class LogitsCheck:
         first_position: int,
         dtypes: list[str],
         lossy: float | None = None,
+        rotary_change: int | None = None,
     ) -> None:
         """``reference`` is one ``[vocab]`` per step, ``first_position`` where the first token lies.
 
         Of the ``dtypes`` that meet, the one that rounds most sets the tolerance. ``lossy`` is how
-        far the contestant's logits may move by design, relative to the largest.
+        far the contestant's logits may move by design, relative to the largest; ``rotary_change``
+        is the length in tokens past which the model makes keys with another rotary base.
         """
         self._reference = reference
         self._first_position = first_position
         self._dtypes = dtypes
         self._lossy = lossy
+        self._rescaled_from = (
+            None if rotary_change is None else max(0, rotary_change + 1 - first_position)
+        )
         self._drop = 0.0
         self._steps: dict[int, CheckedStep] = {}
         self._sum = 0.0
@@ -72,7 +77,7 @@ class LogitsCheck:
             return None
         limit = max(tolerance(dtype, self._largest) for dtype in self._dtypes)
         lossy = lossy_tolerance(self._lossy, self._largest)
-        check = judge(list(self._steps.values()), limit, lossy=lossy)
+        check = judge(list(self._steps.values()), limit, self._rescaled_from, lossy)
         return Agreement(
             verdict=check.verdict,
             tolerance=limit,

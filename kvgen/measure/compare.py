@@ -128,7 +128,11 @@ class ComparisonRun:
                     pass
         checks = {
             c.facts.name: LogitsCheck(
-                logits, len(track.ids), [reference.facts.dtype, c.facts.dtype], c.lossy
+                logits,
+                len(track.ids),
+                [reference.facts.dtype, c.facts.dtype],
+                c.lossy,
+                reference.loaded.rotary_change,
             )
             for c in self._contestants[1:]
         }

@@ -10,9 +10,10 @@ from typing import Literal
 
 import torch
 
-from kvgen.cache.adapter import continues_prefill, policy_for, specs_for
+from kvgen.cache.adapter import policy_for, specs_for
 from kvgen.cache.manager import KVCache
 from kvgen.cache.policies import DEFAULT, find_policy
+from kvgen.cache.quirks import continues_prefill
 from kvgen.engine.decoder import Decoder
 from kvgen.engine.forward import Forward
 from kvgen.engine.prompt import check_fits, check_known, encode

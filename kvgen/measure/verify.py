@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvgen.cache.adapter import TransformersCache, continues_prefill, specs_for, takes_padding
+from kvgen.cache.adapter import TransformersCache, specs_for
 from kvgen.cache.layers import CannotTrimError
 from kvgen.cache.manager import KVCache
+from kvgen.cache.quirks import continues_prefill, takes_padding
 from kvgen.engine.forward import Forward
 from kvgen.measure.checks import (
     BATCH,
