@@ -15,10 +15,10 @@ import pytest
 import torch
 from families import FAMILIES, WINDOW, tiny_model
 
-from kvgen.cache.adapter import TransformersCache, specs_for
+from kvgen.cache.adapter import TransformersCache, continues_prefill, specs_for
 from kvgen.cache.layers import CannotTrimError, Layer
 from kvgen.cache.manager import KVCache
-from kvgen.cache.quirks import continues_prefill, refusal
+from kvgen.cache.quirks import refusal
 from kvgen.cache.spec import WINDOWED
 from kvgen.engine.decoder import Decoder
 from kvgen.engine.forward import Forward
@@ -165,7 +165,7 @@ def test_models_that_start_over_on_a_second_prefill_are_known() -> None:
         forward.cached(ids()[:5], cache)
         again = forward.cached(ids()[5:9], cache)
         differs = bool((again - forward.uncached(ids()[:9])).abs().max() > 1e-3)
-        assert differs != continues_prefill(model), model_type
+        assert differs != continues_prefill(model, specs_for(model)), model_type
 
 
 @pytest.mark.parametrize("model_type", ["llama", "deepseek_v3", "mamba2", "zaya"])

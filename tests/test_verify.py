@@ -218,9 +218,9 @@ def test_two_models_are_refused(cli: Cli, tiny_folder: Path) -> None:
 def test_a_model_that_the_cache_cannot_serve_is_refused(
     cli: Cli, tiny_folder: Path, monkeypatch: Patch
 ) -> None:
-    from kvgen.cache import adapter
+    from kvgen.cache import quirks
 
-    monkeypatch.setitem(adapter._REFUSED, "llama", "reads no cache")
+    monkeypatch.setitem(quirks._REFUSED, "llama", "reads no cache")
     done = cli("verify", tiny_folder)
     assert done.returncode == 3
     assert "reads no cache" in done.stderr

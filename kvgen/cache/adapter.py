@@ -12,6 +12,7 @@ What differs between releases is settled here by what the installed one offers.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import transformers
@@ -22,7 +23,7 @@ from kvgen.cache.layers import Layer
 from kvgen.cache.manager import KVCache
 from kvgen.cache.policies import find_policy
 from kvgen.cache.policy import Policy
-from kvgen.cache.quirks import refusal, slots_are_positions
+from kvgen.cache.quirks import refusal, slots_are_positions, starts_over
 from kvgen.cache.recurrent import States
 from kvgen.cache.shapes import specs_from_config
 from kvgen.cache.spec import NOTHING, LayerSpec
@@ -61,6 +62,17 @@ def specs_for(model: Any) -> list[LayerSpec]:
     # Since the release that has this method, latent attention hands over the latent itself.
     expands = not any(hasattr(module, "expand_kv") for module in model.modules())
     return specs_from_config(config, expand_latent=expands)
+
+
+def continues_prefill(model: Any, specs: Sequence[LayerSpec]) -> bool:
+    """Whether a second forward over several tokens goes on from the state of the first.
+
+    The code of a few recurrent models starts over, and that of nearly all in earlier releases; one
+    token at a time they do go on. ``specs`` are the model's.
+    """
+    if not any(spec.has_states for spec in specs):
+        return True
+    return _RETURNS_EVERY_INPUT and not starts_over(model.config.model_type)
 
 
 def policy_for(model: Any, text: str) -> Policy:
@@ -224,7 +236,20 @@ class _LayerView:
     def values(self) -> Tensor | None:
         return self._layer.pairs.views[-1] if self._layer.pairs and self.is_initialized else None
 
-    # Releases before 5.24 read states as plain attributes.
+    # Earlier releases read states, and what goes with them, as plain attributes.
+
+    @property
+    def device(self) -> Any:
+        return self._layer.buffers()[0].device
+
+    def get_seq_length(self) -> int:
+        """Tokens seen by the layer's pairs."""
+        return self._layer.pairs.length if self._layer.pairs else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As the cache's, for this layer."""
+        assert self._layer.pairs is not None
+        return self._layer.pairs.sizes(query_length)
 
     @property
     def conv_states(self) -> Tensor | None:

@@ -30,15 +30,12 @@ def refusal(model_type: str) -> str | None:
     return _REFUSED.get(model_type)
 
 
-_ONE_PREFILL = ("mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma")
+_STARTING_OVER = ("mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma")
 
 
-def continues_prefill(model: Any) -> bool:
-    """Whether a second forward over several tokens goes on from the state of the first.
-
-    The code of a few recurrent models starts over; one token at a time they do go on.
-    """
-    return model.config.model_type not in _ONE_PREFILL
+def starts_over(model_type: str) -> bool:
+    """Whether a second forward over several tokens forgets the recurrent state of the first."""
+    return model_type in _STARTING_OVER
 
 
 def counts_own_positions(model: Any) -> bool:

@@ -21,7 +21,7 @@ from kvgen.cli.interrupts import note_interrupts
 from kvgen.cli.ordered import OrderedCommand
 from kvgen.cli.report import report
 from kvgen.cli.size import size
-from kvgen.cli.streams import ReaderLeftError, prepare_streams
+from kvgen.cli.streams import ReaderLeftError, leave_streams, prepare_streams
 from kvgen.cli.verify import verify
 from kvgen.errors import KvgenError
 from kvgen.report.units import visible
@@ -63,7 +63,9 @@ def main() -> None:
     """Run the command line and exit with its code."""
     note_interrupts()
     prepare_streams()
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    leave_streams()
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
@@ -76,7 +78,7 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except ReaderLeftError:
-        return _end_quietly()
+        return 0
     except KvgenError as error:
         if debug:
             raise
@@ -130,10 +132,3 @@ def _fail(message: str, code: int) -> int:
     with contextlib.suppress(OSError):
         print(f"kvgen: {line}", file=sys.stderr, flush=True)
     return code
-
-
-def _end_quietly() -> int:
-    # Python flushes stdout once more at exit; give that flush somewhere to go.
-    with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -90,6 +91,20 @@ def prepare_streams() -> None:
         elif mode == "w" and isinstance(stream, io.TextIOWrapper):
             encoding = stream.encoding if stream.isatty() else "utf-8"
             stream.reconfigure(encoding=encoding, errors="backslashreplace")
+
+
+def leave_streams() -> None:
+    """Have nothing left to write when Python ends.
+
+    It flushes both streams once more then, and where nobody reads any longer, or the disk is full,
+    it would complain and change the exit code. What cannot be written goes to the null device.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class _ErrorConsole(Console):

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvgen.cache.adapter import TransformersCache, cache_argument
+from kvgen.cache.adapter import TransformersCache, cache_argument, continues_prefill
 from kvgen.cache.quirks import (
-    continues_prefill,
     counts_own_positions,
     lend_states,
     state_holders,
@@ -33,7 +32,6 @@ class Forward:
         self._device = model.device
         parameters = inspect.signature(type(model).forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        self._continues = continues_prefill(model)
         self._state_holders = state_holders(model)
         self._takes_positions = "position_ids" in parameters and not counts_own_positions(model)
 
@@ -55,7 +53,7 @@ class Forward:
         A model that starts its state over at a second piece gets everything at once on an empty
         cache, and single tokens later.
         """
-        if not self._continues:
+        if not continues_prefill(self._model, cache.kv.specs):
             piece = 1 if cache.kv.position else None
         size = piece or len(ids)
         for begin in range(0, len(ids), size):

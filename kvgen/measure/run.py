@@ -10,10 +10,9 @@ from typing import Literal
 
 import torch
 
-from kvgen.cache.adapter import policy_for, specs_for
+from kvgen.cache.adapter import continues_prefill, policy_for, specs_for
 from kvgen.cache.manager import KVCache
 from kvgen.cache.policies import DEFAULT, find_policy
-from kvgen.cache.quirks import continues_prefill
 from kvgen.engine.decoder import Decoder
 from kvgen.engine.forward import Forward
 from kvgen.engine.prompt import check_fits, check_known, encode
@@ -85,16 +84,16 @@ class GenerationRun:
         room = check_fits(len(ids), options.max_new_tokens, loaded.context_limit)
         wanted = options.max_new_tokens or min(DEFAULT_NEW_TOKENS, room or DEFAULT_NEW_TOKENS)
 
-        chunk = options.prefill_chunk
-        if chunk not in (None, 1) and not continues_prefill(loaded.model):
-            raise UsageError(
-                f"{loaded.config.model_type} does not continue its state over a second forward of "
-                "several tokens; leave out --prefill-chunk, or make it 1"
-            )
         self._forward = Forward(loaded.model)
         self._weights = WeightReads(loaded.model)
         policy = policy_for(loaded.model, options.cache) if options.cached else None
         specs = specs_for(loaded.model) if options.cached else []
+        chunk = options.prefill_chunk
+        if chunk not in (None, 1) and not continues_prefill(loaded.model, specs):
+            raise UsageError(
+                f"{loaded.config.model_type} does not continue its state over a second forward of "
+                "several tokens; leave out --prefill-chunk, or make it 1"
+            )
         # The last new token is never forwarded, so it is never stored.
         tokens = len(ids) + wanted - 1
         if not options.force:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvgen.cache.adapter import TransformersCache, specs_for
+from kvgen.cache.adapter import TransformersCache, continues_prefill, specs_for
 from kvgen.cache.layers import CannotTrimError
 from kvgen.cache.manager import KVCache
-from kvgen.cache.quirks import continues_prefill, takes_padding
+from kvgen.cache.quirks import takes_padding
 from kvgen.engine.forward import Forward
 from kvgen.measure.checks import (
     BATCH,
@@ -70,7 +70,7 @@ class Verifier:
         """
         self._forward = Forward(model)
         self._specs = specs_for(model)
-        self._many = continues_prefill(model)
+        self._many = continues_prefill(model, self._specs)
         self._pads = takes_padding(model)
         self._itemsize = model.dtype.itemsize
         self._ids = ids
