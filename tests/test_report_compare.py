@@ -13,10 +13,10 @@ from kvgen.errors import UsageError
 from kvgen.measure.comparison_records import Comparison
 from kvgen.report import plot
 from kvgen.report.chart import Series, chart
-from kvgen.report.explain import explanation
 from kvgen.report.exporters import markdown, text
 from kvgen.report.rows import Titled
 from kvgen.report.units import factor_with_spread, seconds_with_spread
+from kvgen.report.where_time_went import explanation
 
 
 def record() -> Comparison:

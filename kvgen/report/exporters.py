@@ -13,7 +13,6 @@ from kvgen.errors import UsageError
 from kvgen.measure.comparison_records import Comparison
 from kvgen.report.chart import Series, chart
 from kvgen.report.document import to_json
-from kvgen.report.explain import explanation
 from kvgen.report.rows import (
     LEGEND,
     TEXT_HEADS,
@@ -27,6 +26,7 @@ from kvgen.report.rows import (
 )
 from kvgen.report.saved import SCHEMA, comparison_document
 from kvgen.report.units import visible
+from kvgen.report.where_time_went import explanation
 
 Exporter = Callable[[Sequence[Titled]], str]
 _WIDTH = 80
