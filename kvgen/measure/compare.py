@@ -132,7 +132,7 @@ class ComparisonRun:
                 len(track.ids),
                 [reference.facts.dtype, c.facts.dtype],
                 c.lossy,
-                reference.loaded.rotary_change,
+                reference.rotary_change,
             )
             for c in self._contestants[1:]
         }

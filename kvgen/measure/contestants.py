@@ -59,9 +59,12 @@ class Contestant(ABC):
 
     lossy: float | None = None
     """How far its logits may move by design, relative to the largest; ``None``: not at all."""
+    rotary_change: int | None = None
+    """Tokens past which its model makes keys with another rotary base; ``None``: never."""
 
     def __init__(self, loaded: LoadedModel, kind: Kind, name: str, description: str) -> None:
         self.loaded = loaded
+        self.rotary_change = loaded.rotary_change
         self.weights = WeightReads(loaded.model)
         self.forward = Forward(loaded.model)
         self.facts = ContestantFacts(
