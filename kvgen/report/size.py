@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -21,7 +22,8 @@ _LAYER_HEADS = ("kind", "layers", "KV heads", "dims", "window", "per token", "fi
 def text(size: Size) -> str:
     """For a terminal, 80 columns."""
     lines = [*_head(size), "", *_columns(_LAYER_HEADS, [_layer(g) for g in size.groups]), ""]
-    lines += _formulas(size)
+    for line in _formulas(size):
+        lines += _wrapped(line)
     lines += ["", *_columns(*_table(size))]
     fits = _fits(size)
     if fits:
@@ -30,7 +32,7 @@ def text(size: Size) -> str:
     if rest:
         lines += [""]
     for line in rest:
-        lines += textwrap.wrap(line, _WIDTH, subsequent_indent="  ")
+        lines += _wrapped(line)
     return "\n".join(visible(line) for line in lines) + "\n"
 
 
@@ -80,9 +82,17 @@ EXPORTERS: dict[str, Callable[[Size], str]] = {
 }
 
 
+def _wrapped(line: str) -> list[str]:
+    """Within the width; a number stays beside its unit."""
+    joined = re.sub(r"(\([\d.,]+) ", "\\1\N{NO-BREAK SPACE}", line)
+    wrapped = textwrap.wrap(joined, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return [part.replace("\N{NO-BREAK SPACE}", " ") for part in wrapped]
+
+
 def _head(size: Size) -> list[str]:
     limit = f", at most {size.context_limit:,} tokens" if size.context_limit else ""
-    lines = [f"{size.model}: {size.model_type}, {size.dtype}{limit}"]
+    stored = "" if size.cache == "step" else f", cache {size.cache}"
+    lines = [f"{size.model}: {size.model_type}, {size.dtype}{stored}{limit}"]
     if size.weight_bytes is None:
         lines.append(f"weights: {size.weight_source}")
     else:
