@@ -218,6 +218,7 @@ def one_line(done: Done) -> str:
         ("[1]", "no schema"),
         ('{"schema": "kvgen.compare/99"}', "'kvgen.compare/99' where 'kvgen.compare/1'"),
         ('{"schema": "kvgen.compare/1"}', "not a whole kvgen.compare/1 document"),
+        ("[" * 100_000, "is not JSON"),
     ],
 )
 def test_what_is_no_result_is_refused_in_one_line(
@@ -228,6 +229,17 @@ def test_what_is_no_result_is_refused_in_one_line(
     done = cli("report", file)
     assert done.returncode == 2
     assert says in one_line(done)
+
+
+def test_a_result_without_contestants_is_refused(
+    cli: Cli, tiny_folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "none.json"
+    cli("compare", "-m", tiny_folder, *SHORT, "--export", file)
+    document = json.loads(file.read_text("utf-8"))
+    file.write_text(json.dumps(document | {"contestants": []}), "utf-8")
+    done = cli("report", file)
+    assert (done.returncode, "contestants is empty" in one_line(done)) == (2, True)
 
 
 def test_a_regression_against_a_baseline_is_exit_code_6(
@@ -290,6 +302,8 @@ ERRORS: list[tuple[str, list[str], str]] = [
     ("rival", ["--against", "vllm"], "transformers, transformers-static, generate"),
     ("cache", ["--cache", "magic"], "kvgen has: step"),
     ("depth", ["--depth", "1-2-3"], "0,512,2048"),
+    ("no depth", ["--depth", ""], "0,512,2048"),
+    ("countless depths", ["--depth", "0-99999999999+1"], "take larger steps"),
     ("size", ["--max-kv-bytes", "much"], "40MiB"),
     ("part", ["--baseline", "x", "--max-regression", "some"], "10%"),
     ("no limit", ["--baseline", "x"], "belong together"),
@@ -299,7 +313,7 @@ ERRORS: list[tuple[str, list[str], str]] = [
     ("same file", ["--export", "o.csv", "--export", "o.csv"], "name each file once"),
     ("plot suffix", ["--plot", "out.jpg"], ".svg, .png, .html"),
     ("tokens and prompt", ["x", "--tokens", "t.json"], "leave those options out"),
-    ("no tokens", ["--tokens", "/no/such.json"], "/no/such.json"),
+    ("no tokens", ["--tokens", "/no/such.json"], "/no/such.json: No such file"),
     ("prompt and length", ["x", "--prompt-tokens", "3"], "built-in"),
     ("chat alone", ["--chat"], "need a prompt"),
     ("dummy without file", ["--load-format", "dummy"], "architecture file"),
