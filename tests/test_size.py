@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import subprocess
 import sys
 from importlib.resources import files
@@ -134,7 +135,7 @@ def test_a_quantised_policy_has_its_own_formula_and_is_named(cli: Cli) -> None:
     # 2 x 12 layers x 12 heads x (64 codes + one minimum and scale of 2 bytes each)
     out = cli("size", FOLDER / "gpt2.json", "--cache", "int8").stdout
     assert "12 layers × 12 KV heads × codes and scales of int8 = 19,584 bytes per token" in out
-    assert "float32, cache int8, at most 1,024 tokens" in out.splitlines()[0]
+    assert out.splitlines()[2] == "cache: int8"
 
 
 def test_a_window_policy_stops_the_growth_and_says_what_it_does(cli: Cli) -> None:
@@ -233,6 +234,22 @@ def test_a_hub_model_is_read_from_the_local_cache(
         "total in the safetensors index",
     )
     assert size_of(found, SizeOptions()).bytes_per_token == 147_456
+
+
+def test_the_hub_librarys_retries_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import errors
+
+    logger, heard = logging.getLogger("huggingface_hub.utils._http"), []
+
+    def unreachable(*_: object, **__: object) -> str:
+        heard.append(logger.isEnabledFor(logging.WARNING))
+        raise errors.LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    with pytest.raises(ModelError, match="someone/absent: neither a local folder"):
+        read_architecture(LoadOptions(model="someone/absent"))
+    assert heard == [False]
+    assert logger.isEnabledFor(logging.WARNING)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -91,12 +91,13 @@ def _wrapped(line: str) -> list[str]:
 
 def _head(size: Size) -> list[str]:
     limit = f", at most {size.context_limit:,} tokens" if size.context_limit else ""
-    stored = "" if size.cache == "step" else f", cache {size.cache}"
-    lines = [f"{size.model}: {size.model_type}, {size.dtype}{stored}{limit}"]
+    lines = [f"{size.model}: {size.model_type}, {size.dtype}{limit}"]
     if size.weight_bytes is None:
         lines.append(f"weights: {size.weight_source}")
     else:
         lines.append(f"weights: {bytes_text(size.weight_bytes)} ({size.weight_source})")
+    if size.cache != "step":
+        lines.append(f"cache: {size.cache}")
     return lines
 
 
