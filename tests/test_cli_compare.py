@@ -288,6 +288,12 @@ def test_tokens_are_saved_and_replayed(cli: Cli, tiny_folder: Path, tmp_path: Pa
     assert (first["prompt_source"], again["prompt_source"]) == ("given", "tokens")
 
 
+def test_a_depth_beyond_the_context_is_named(cli: Cli, tiny_folder: Path) -> None:
+    done = cli("compare", "-m", tiny_folder, *SHORT, "--depth", "0,99999")
+    assert (done.returncode, done.stdout) == (4, "")
+    assert "at depth 99,999" in one_line(done)
+
+
 def test_an_architecture_file_is_measured_with_random_weights(cli: Cli, architecture: Path) -> None:
     base = ("compare", "-m", architecture, "--load-format", "dummy", *SHORT)
     assert "(random weights), float32" in " ".join(cli(*base).stdout.split())
@@ -405,7 +411,7 @@ def test_ctrl_c_shows_what_was_measured_and_exits_130(architecture: Path, tmp_pa
         process.send_signal(signal.SIGINT)
         out, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "NOT COMPLETE" in " ".join(out.split())
+    assert "at most 20 runs each, in turn NOT COMPLETE" in " ".join(out.split())
     assert "no-cache" in out
     assert "Traceback" not in errors
     document = valid(export.read_text("utf-8"))
