@@ -218,6 +218,7 @@ def one_line(done: Done) -> str:
         ("[1]", "no schema"),
         ('{"schema": "kvgen.compare/99"}', "'kvgen.compare/99' where 'kvgen.compare/1'"),
         ('{"schema": "kvgen.compare/1"}', "not a whole kvgen.compare/1 document"),
+        ("[" * 100_000, "is not JSON"),
     ],
 )
 def test_what_is_no_result_is_refused_in_one_line(
@@ -228,6 +229,17 @@ def test_what_is_no_result_is_refused_in_one_line(
     done = cli("report", file)
     assert done.returncode == 2
     assert says in one_line(done)
+
+
+def test_a_result_without_contestants_is_refused(
+    cli: Cli, tiny_folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "none.json"
+    cli("compare", "-m", tiny_folder, *SHORT, "--export", file)
+    document = json.loads(file.read_text("utf-8"))
+    file.write_text(json.dumps(document | {"contestants": []}), "utf-8")
+    done = cli("report", file)
+    assert (done.returncode, "contestants is empty" in one_line(done)) == (2, True)
 
 
 def test_a_regression_against_a_baseline_is_exit_code_6(
@@ -276,6 +288,12 @@ def test_tokens_are_saved_and_replayed(cli: Cli, tiny_folder: Path, tmp_path: Pa
     assert (first["prompt_source"], again["prompt_source"]) == ("given", "tokens")
 
 
+def test_a_depth_beyond_the_context_is_named(cli: Cli, tiny_folder: Path) -> None:
+    done = cli("compare", "-m", tiny_folder, *SHORT, "--depth", "0,99999")
+    assert (done.returncode, done.stdout) == (4, "")
+    assert "at depth 99,999" in one_line(done)
+
+
 def test_an_architecture_file_is_measured_with_random_weights(cli: Cli, architecture: Path) -> None:
     base = ("compare", "-m", architecture, "--load-format", "dummy", *SHORT)
     assert "(random weights), float32" in " ".join(cli(*base).stdout.split())
@@ -290,6 +308,8 @@ ERRORS: list[tuple[str, list[str], str]] = [
     ("rival", ["--against", "vllm"], "transformers, transformers-static, generate"),
     ("cache", ["--cache", "magic"], "kvgen has: step"),
     ("depth", ["--depth", "1-2-3"], "0,512,2048"),
+    ("no depth", ["--depth", ""], "0,512,2048"),
+    ("countless depths", ["--depth", "0-99999999999+1"], "take larger steps"),
     ("size", ["--max-kv-bytes", "much"], "40MiB"),
     ("part", ["--baseline", "x", "--max-regression", "some"], "10%"),
     ("no limit", ["--baseline", "x"], "belong together"),
@@ -299,7 +319,7 @@ ERRORS: list[tuple[str, list[str], str]] = [
     ("same file", ["--export", "o.csv", "--export", "o.csv"], "name each file once"),
     ("plot suffix", ["--plot", "out.jpg"], ".svg, .png, .html"),
     ("tokens and prompt", ["x", "--tokens", "t.json"], "leave those options out"),
-    ("no tokens", ["--tokens", "/no/such.json"], "/no/such.json"),
+    ("no tokens", ["--tokens", "/no/such.json"], "/no/such.json: No such file"),
     ("prompt and length", ["x", "--prompt-tokens", "3"], "built-in"),
     ("chat alone", ["--chat"], "need a prompt"),
     ("dummy without file", ["--load-format", "dummy"], "architecture file"),
@@ -391,7 +411,7 @@ def test_ctrl_c_shows_what_was_measured_and_exits_130(architecture: Path, tmp_pa
         process.send_signal(signal.SIGINT)
         out, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "NOT COMPLETE" in " ".join(out.split())
+    assert "at most 20 runs each, in turn NOT COMPLETE" in " ".join(out.split())
     assert "no-cache" in out
     assert "Traceback" not in errors
     document = valid(export.read_text("utf-8"))

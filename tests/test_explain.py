@@ -397,3 +397,9 @@ def test_the_documentation_shows_what_the_command_prints(cli: Cli) -> None:
     assert done.returncode == 0
     assert masked(shown) == masked(done.stdout)
     assert any("<checksum>" in line for line in masked(shown))
+
+
+def test_the_page_and_the_text_need_a_file_each(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "both.html"
+    done = cli("explain", "hi", "--html", file, "-o", file)
+    assert (done.returncode, "name one file" in done.stderr, file.exists()) == (2, True, False)

@@ -215,7 +215,7 @@ def compare(
     if (baseline is None) != (max_regression is None):
         raise UsageError("--baseline FILE and --max-regression 10% belong together")
     text = None if prompt is None and prompt_file is None else read_prompt(prompt, prompt_file)
-    depths = values.depths(depth or "0")
+    depths = values.depths("0" if depth is None else depth)
     kv_bytes = None if max_kv_bytes is None else values.size("--max-kv-bytes", max_kv_bytes)
     allowed = None if max_regression is None else values.part("--max-regression", max_regression)
 

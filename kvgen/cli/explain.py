@@ -10,7 +10,7 @@ import typer
 
 from kvgen.cli import options as shared
 from kvgen.cli.options import option, use_threads
-from kvgen.errors import DisagreementError
+from kvgen.errors import DisagreementError, UsageError
 
 
 class Format(str, Enum):
@@ -71,6 +71,8 @@ def explain(
     """
     from kvgen.cli.streams import Output, read_prompt
 
+    if html is not None and output is not None and html.resolve() == output.resolve():
+        raise UsageError("--html and --output name one file; name two")
     text = read_prompt(prompt, prompt_file)
     destination = Output(output)
     page = None if html is None else Output(html)

@@ -104,10 +104,13 @@ def _wanted(arguments: list[str], *names: str) -> bool:
 
 def _explained(error: Any) -> str:
     """The argument parser's message, with where the value came from and what to do."""
-    message = str(error.format_message())
-    if "unexpected extra argument" in message:
-        return f"{message}; a prompt of several words needs quotes"
+    message = str(error.format_message()).replace("Value error, ", "")
     context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
+    if "unexpected extra argument" in message:
+        known = {one.name for one in context.command.params} if context is not None else set()
+        return (
+            f"{message}; a prompt of several words needs quotes" if "prompt" in known else message
+        )
     if context is None or parameter is None:
         return message
     source = context.get_parameter_source(parameter.name)

@@ -86,7 +86,8 @@ def _load_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the configuration file {path}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"cannot read the configuration file {path}: {reason}") from error
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is not valid TOML: {error}") from error
 

@@ -11,6 +11,7 @@ import typer
 from kvgen.cli import amounts
 from kvgen.cli import options as shared
 from kvgen.cli.options import option
+from kvgen.errors import ModelError
 
 
 class Format(str, Enum):
@@ -118,6 +119,10 @@ def size(
     )
     target = Output(output)
     found = read_architecture(LoadOptions(model=model, revision=revision, offline=offline))
-    target.write(EXPORTERS[output_format.value](size_of(found, options)))
+    try:
+        result = size_of(found, options)
+    except ModelError as error:  # speaks of the configuration, not of whose it is
+        raise ModelError(f"{found.name}: {error}") from error
+    target.write(EXPORTERS[output_format.value](result))
     target.close()
     return 0

@@ -9,6 +9,7 @@ from kvgen.errors import UsageError
 _RANGE = re.compile(r"(\d+)-(\d+)([*+])(\d+)")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _PREFIXES = " kmgt"
+_MOST_DEPTHS = 1000
 
 
 def depths(text: str) -> tuple[int, ...]:
@@ -38,6 +39,8 @@ def _range(part: str, match: re.Match[str]) -> list[int]:
         raise UsageError(f"--depth {part}: the range begins after its end")
     if (match[3] == "*" and (step < 2 or first < 1)) or step < 1:
         raise UsageError(f"--depth {part}: the range would never end; use *2 from 1 up, or +1")
+    if match[3] == "+" and (last - first) // step >= _MOST_DEPTHS:
+        raise UsageError(f"--depth {part}: more than {_MOST_DEPTHS:,} depths; take larger steps")
     values = [first]
     while (following := values[-1] * step if match[3] == "*" else values[-1] + step) <= last:
         values.append(following)

@@ -13,7 +13,7 @@ from kvgen.cache.adapter import specs_for
 from kvgen.cache.manager import KVCache
 from kvgen.cache.policies import find_policy
 from kvgen.engine.prompt import check_fits, encode
-from kvgen.errors import UsageError
+from kvgen.errors import InputError, UsageError
 from kvgen.measure.clock import Clock, DeviceClock
 from kvgen.measure.compare import ComparisonRun, Track
 from kvgen.measure.comparison_records import Comparison, PromptSource
@@ -96,7 +96,15 @@ def prepare(
     tokenize_s = clock.now() - begin if options.tokens is None else 0.0
     new_tokens = len(tracks[0].new_ids) if tracks[0].new_ids else options.new_tokens
     for track in tracks:
-        check_fits(len(track.ids), new_tokens, loaded.context_limit)
+        try:
+            check_fits(len(track.ids), new_tokens, loaded.context_limit)
+        except InputError as error:
+            if not track.prefix:
+                raise
+            depth = len(track.prefix)
+            raise InputError(
+                f"at depth {depth:,}, its tokens counted as prompt: {error}"
+            ) from error
     check_vocabulary(tracks, int(loaded.config.vocab_size))
 
     reference = Cached(loaded, REFERENCE)

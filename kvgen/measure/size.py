@@ -12,13 +12,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvgen.cache.policy import Policy
+from kvgen.cache.quantized import Quantized
 from kvgen.cache.raw_config import decoder_settings
 from kvgen.cache.settings import Settings
 from kvgen.cache.shapes import specs_from_config
 from kvgen.cache.spec import LayerSpec
 from kvgen.errors import InputError, UsageError
 from kvgen.measure.architecture import Architecture
-from kvgen.measure.fit import QUANTIZED, Fitter, Storage, find_storage, growth, kv_bytes, windowless
+from kvgen.measure.fit import Fitter, Storage, find_storage, growth, kv_bytes, windowless
 from kvgen.measure.size_records import Alternative, LayerGroup, Size, SizeRow
 
 
@@ -147,8 +148,9 @@ def _formula(spec: LayerSpec, layers: int, storage: Storage, grown: int) -> str:
     if not spec.has_pairs:
         return ""
     many = f"{layers} layers × {spec.num_key_value_heads} KV heads"
-    if storage.name in QUANTIZED:
-        return f"{many} × codes and scales of {storage.name} = {grown:,} bytes per token"
+    if isinstance(storage.policy, Quantized):
+        codes = f"codes and scales of int{storage.policy.bits}"
+        return f"{many} × {codes} = {grown:,} bytes per token"
     if spec.key_dim == spec.value_dim:
         many = f"2 × {many} × {spec.key_dim} head_dim"
     else:

@@ -61,10 +61,12 @@ def read_tokens(path: Path) -> list[Track]:
     try:
         document = json.loads(path.read_text("utf-8"))
         tracks = [_track(row) for row in document["rows"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(
             f"cannot replay {path}: expected what --save-tokens or --export FILE.json wrote "
-            f"({type(error).__name__}: {error})"
+            f"({_reason(error)})"
         ) from error
     lengths = {len(track.new_ids or []) for track in tracks}
     if len(lengths) != 1 or 0 in lengths:
@@ -80,6 +82,10 @@ def check_vocabulary(tracks: Sequence[Track], vocab_size: int) -> None:
             f"token id {largest} is not in this model's vocabulary of {vocab_size}; "
             "the tokens were saved from another model"
         )
+
+
+def _reason(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def _track(row: dict[str, Any]) -> Track:

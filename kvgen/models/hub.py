@@ -13,7 +13,7 @@ from typing import Any
 from kvgen.errors import ModelError
 from kvgen.models import weights
 from kvgen.models.failures import failing_as_model_error
-from kvgen.models.quiet import quiet_libraries
+from kvgen.models.quiet import quiet_hub, quiet_libraries
 from kvgen.models.types import LoadOptions, ProgressCallback, no_progress
 
 _METADATA = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
@@ -62,7 +62,7 @@ def fetch_file(hub_id: str, file: str, options: LoadOptions) -> Path | None:
     # Not quiet_libraries: it would load transformers to silence it.
     utilities: Any = huggingface_hub.utils  # untyped exports
     utilities.disable_progress_bars()
-    with failing_as_model_error(hub_id):
+    with failing_as_model_error(hub_id), quiet_hub():
         try:
             return Path(
                 huggingface_hub.hf_hub_download(

@@ -10,6 +10,18 @@ from typing import Any
 
 
 @contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Silence what the Hub library says of its retries; imports nothing heavy."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Silence progress bars, reports and warnings of the libraries; their errors still show.
 
@@ -20,21 +32,17 @@ def quiet_libraries() -> Iterator[None]:
     from transformers.utils import logging as transformers_logging
 
     hub: Any = hub_utils  # it exports these names without saying so to type checkers
-    hub_logger = logging.getLogger("huggingface_hub")
-    hub_level = hub_logger.level
     verbosity = transformers_logging.get_verbosity()
     transformers_bars = transformers_logging.is_progress_bar_enabled()
     hub_bars = not hub.are_progress_bars_disabled()
-    with warnings.catch_warnings():
+    with quiet_hub(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            hub_logger.setLevel(logging.ERROR)
             transformers_logging.set_verbosity_error()
             transformers_logging.disable_progress_bar()
             hub.disable_progress_bars()
             yield
         finally:
-            hub_logger.setLevel(hub_level)
             transformers_logging.set_verbosity(verbosity)
             if transformers_bars:
                 transformers_logging.enable_progress_bar()

@@ -68,6 +68,7 @@ def header(run: Titled) -> list[str]:
     prompts = sorted({row.prompt_tokens for row in record.rows})
     prompt = " or ".join(f"{count:,}" for count in prompts) or "no"
     turns = "one run" if record.repetitions == 1 else f"{record.repetitions} runs"
+    turns = turns if record.complete else f"at most {turns}"
     lines = [
         f"{title}{name}, {where.dtype} on {where.device}, {where.threads} threads",
         f"{prompt} prompt tokens and {record.new_tokens:,} new ones, the same for all; "

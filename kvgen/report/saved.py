@@ -28,7 +28,7 @@ def read_comparison(path: Path) -> Comparison:
         document = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not JSON: {error}") from error
     found = document.get("schema") if isinstance(document, dict) else None
     if found != SCHEMA:
@@ -39,7 +39,9 @@ def read_comparison(path: Path) -> Comparison:
         )
     try:
         record: Comparison = _built(Comparison, document)
-    except (KeyError, TypeError, ValueError) as error:
+        if not record.contestants:
+            raise ValueError("contestants is empty")
+    except (TypeError, ValueError) as error:
         raise UsageError(f"{path} is not a whole {SCHEMA} document: {error}") from error
     return record
 
@@ -56,7 +58,7 @@ def _built(kind: Any, value: Any, where: str = "") -> Any:
             raise TypeError(f"{where or 'the document'} must be an object")
         absent = [field.name for field in fields(kind) if field.name not in value]
         if absent:
-            raise KeyError(f"{where}{absent[0]} is missing")
+            raise ValueError(f"{where}{absent[0]} is missing")
         parts = {
             f.name: _built(hints[f.name], value[f.name], f"{where}{f.name}.") for f in fields(kind)
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -21,7 +22,8 @@ _LAYER_HEADS = ("kind", "layers", "KV heads", "dims", "window", "per token", "fi
 def text(size: Size) -> str:
     """For a terminal, 80 columns."""
     lines = [*_head(size), "", *_columns(_LAYER_HEADS, [_layer(g) for g in size.groups]), ""]
-    lines += _formulas(size)
+    for line in _formulas(size):
+        lines += _wrapped(line)
     lines += ["", *_columns(*_table(size))]
     fits = _fits(size)
     if fits:
@@ -30,7 +32,7 @@ def text(size: Size) -> str:
     if rest:
         lines += [""]
     for line in rest:
-        lines += textwrap.wrap(line, _WIDTH, subsequent_indent="  ")
+        lines += _wrapped(line)
     return "\n".join(visible(line) for line in lines) + "\n"
 
 
@@ -80,6 +82,13 @@ EXPORTERS: dict[str, Callable[[Size], str]] = {
 }
 
 
+def _wrapped(line: str) -> list[str]:
+    """Within the width; a number stays beside its unit."""
+    joined = re.sub(r"(\([\d.,]+) ", "\\1\N{NO-BREAK SPACE}", line)
+    wrapped = textwrap.wrap(joined, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return [part.replace("\N{NO-BREAK SPACE}", " ") for part in wrapped]
+
+
 def _head(size: Size) -> list[str]:
     limit = f", at most {size.context_limit:,} tokens" if size.context_limit else ""
     lines = [f"{size.model}: {size.model_type}, {size.dtype}{limit}"]
@@ -87,6 +96,8 @@ def _head(size: Size) -> list[str]:
         lines.append(f"weights: {size.weight_source}")
     else:
         lines.append(f"weights: {bytes_text(size.weight_bytes)} ({size.weight_source})")
+    if size.cache != "step":
+        lines.append(f"cache: {size.cache}")
     return lines
 
 
