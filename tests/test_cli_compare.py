@@ -264,6 +264,12 @@ def test_a_regression_against_a_baseline_is_exit_code_6(
     assert "slower" in worse.stderr.splitlines()[-1]
     assert "FAILED: --max-regression" in worse.stdout
     assert with_baseline(1e3).returncode == 0
+    document = json.loads(file.read_text("utf-8"))
+    document["model"]["parameters"] += 1
+    file.write_text(json.dumps(document), "utf-8")
+    other = cli("compare", "-m", tiny_folder, *SHORT, *against)
+    assert (other.returncode, other.stdout) == (2, "")
+    assert "hold a model against itself" in one_line(other)
 
 
 def test_a_job_summary_is_appended_where_there_is_one(

@@ -111,7 +111,6 @@ class Double(StepContestant):
 
     def __init__(self, name: str, kind: Any, log: list[str] | None = None) -> None:
         self.facts = ContestantFacts(name, "", kind, "float32", 1000)
-        self.loaded: Any = SimpleNamespace(rotary_change=None)
         self.weights: Any = SimpleNamespace(per_forward=lambda tokens: 1000)
         self.log = log if log is not None else []
         self.held = 0

@@ -27,8 +27,14 @@ class GateOptions:
 def check_baseline(record: Comparison, baseline: Comparison) -> list[str]:
     """What makes the two hard to compare, for people.
 
-    Raises ``UsageError`` when no depth of the baseline is measured now.
+    Raises ``UsageError`` for a baseline of another model, and when no depth of it is measured now.
     """
+    then, now = baseline.model, record.model
+    if (then.model_type, then.parameters) != (now.model_type, now.parameters):
+        raise UsageError(
+            f"the baseline is of {then.name} ({then.parameters:,} parameters) and this run of "
+            f"{now.name} ({now.parameters:,}); hold a model against itself"
+        )
     depths = {row.depth for row in baseline.rows}
     if not depths & set(record.depths):
         raise UsageError(
@@ -44,9 +50,9 @@ def check_baseline(record: Comparison, baseline: Comparison) -> list[str]:
         ("new tokens", baseline.new_tokens, record.new_tokens),
     ]
     return [
-        f"the baseline has another {what}: {then}, now {now}"
-        for what, then, now in pairs
-        if then != now
+        f"the baseline has another {what}: {before}, now {after}"
+        for what, before, after in pairs
+        if before != after
     ]
 
 
