@@ -43,6 +43,7 @@ def test_greedy_text_varies(model_type: str) -> None:
     assert sum(distinct) >= 4 * 4, distinct
 
 
+@pytest.mark.newest
 def test_every_layer_kind_of_a_mixed_type_occurs() -> None:
     assert set(tiny_config("gemma3_text").layer_types) == {"sliding_attention", "full_attention"}
     assert set(tiny_config("lfm3").layer_types) == {
