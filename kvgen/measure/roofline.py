@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvgen.measure.environment import cpu_name, load_average, usable_cores
 from kvgen.storage import make_private, write_atomically
 
 _PROBE_BYTES = 512 * 1024 * 1024
@@ -62,8 +63,8 @@ def _unique(tensors: list[Any]) -> dict[int, int]:
 def measured_bandwidth(device: Any, threads: int, folder: Path | None) -> float | None:
     """Bytes per second of large reads on ``device`` with ``threads`` threads.
 
-    Measured once (a few hundred milliseconds) and remembered in ``folder``; ``None`` when memory
-    for the probe cannot be had.
+    Measured once (a few hundred milliseconds) and remembered in ``folder``, unless other work ran
+    beside it; ``None`` when memory for the probe cannot be had.
     """
     key = f"{_device_name(device)}, {threads} threads, torch {torch.__version__}"
     remembered = _remembered(folder)
@@ -73,7 +74,8 @@ def measured_bandwidth(device: Any, threads: int, folder: Path | None) -> float 
         found = _probe(device)
     except RuntimeError:  # out of memory, on any device
         return None
-    if folder is not None:
+    busy = (load_average() or 0.0) > usable_cores() / 2
+    if folder is not None and not busy:
         remembered[key] = found
         try:
             make_private(folder)
@@ -111,6 +113,4 @@ def _is_speed(value: object) -> bool:
 
 
 def _device_name(device: Any) -> str:
-    from kvgen.measure.environment import cpu_name
-
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
