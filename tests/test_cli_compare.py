@@ -316,7 +316,7 @@ ERRORS: list[tuple[str, list[str], str]] = [
     ("depth", ["--depth", "1-2-3"], "0,512,2048"),
     ("no depth", ["--depth", ""], "0,512,2048"),
     ("countless depths", ["--depth", "0-99999999999+1"], "take larger steps"),
-    ("size", ["--max-kv-bytes", "much"], "40MiB"),
+    ("size", ["--max-kv-bytes", "much"], "24GiB"),
     ("part", ["--baseline", "x", "--max-regression", "some"], "10%"),
     ("no limit", ["--baseline", "x"], "belong together"),
     ("no baseline", ["--baseline", "/no/such", "--max-regression", "1%"], "/no/such"),

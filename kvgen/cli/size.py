@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from kvgen.cli import amounts
 from kvgen.cli import options as shared
+from kvgen.cli import values
 from kvgen.cli.options import option
 from kvgen.errors import ModelError
 
@@ -109,11 +109,11 @@ def size(
     from kvgen.report.size import EXPORTERS
 
     options = SizeOptions(
-        contexts=amounts.counts("--context", context),
-        batches=amounts.counts("--batch", batch),
+        contexts=values.counts("--context", context),
+        batches=values.counts("--batch", batch),
         kv_dtypes=tuple(part.strip() for part in kv_dtype.split(",")) if kv_dtype else (),
         cache=cache,
-        budget=None if budget is None else amounts.memory("--budget", budget),
+        budget=None if budget is None else values.size("--budget", budget),
         as_if_full=as_if is AsIf.full,
         prefill_chunk=prefill_chunk,
     )
