@@ -38,11 +38,9 @@ def compare(
     context: typer.Context,
     prompt: Annotated[
         str | None,
-        typer.Argument(help="Text to run over; - reads it from stdin.  [default: a built-in text]"),
+        typer.Argument(help="Text to run over; - reads it from stdin (default a built-in text)."),
     ] = None,
-    prompt_file: Annotated[
-        Path | None, option("--prompt-file", help="Read the prompt from a file.")
-    ] = None,
+    prompt_file: shared.PromptFileOption = None,
     no_cache: Annotated[
         bool,
         option(
@@ -67,7 +65,7 @@ def compare(
         list[shared.Dtype] | None,
         option(
             "--dtype",
-            help="The reference's arithmetic; given again, another contestant's.  [default: auto]",
+            help="The reference's arithmetic; given again, another contestant's (default auto).",
             rich_help_panel=_WHO,
         ),
     ] = None,
@@ -86,23 +84,17 @@ def compare(
         option(
             "--prompt-tokens",
             min=1,
-            help="Length of the built-in prompt.  [default: 128]",
+            help="Length of the built-in prompt (default 128).",
             rich_help_panel=_TOKENS,
         ),
     ] = None,
-    chat: Annotated[
-        bool,
-        option("--chat", help="Wrap the prompt in the chat template.", rich_help_panel=_TOKENS),
-    ] = False,
-    system: Annotated[
-        str | None,
-        option("--system", help="System message; implies --chat.", rich_help_panel=_TOKENS),
-    ] = None,
+    chat: shared.ChatOption = False,
+    system: shared.SystemOption = None,
     depth: Annotated[
         str | None,
         option(
             "--depth",
-            help="Tokens cached before timing starts: 0,512 or 128-4096*2.  [default: 0]",
+            help="Tokens cached before timing starts: 0,512 or 128-4096*2 (default 0).",
             rich_help_panel=_TOKENS,
         ),
     ] = None,

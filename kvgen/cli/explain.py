@@ -27,9 +27,7 @@ def explain(
     prompt: Annotated[
         str | None, typer.Argument(help="Text to start from; - reads it from stdin.")
     ] = None,
-    prompt_file: Annotated[
-        Path | None, option("--prompt-file", help="Read the prompt from a file.")
-    ] = None,
+    prompt_file: shared.PromptFileOption = None,
     model: shared.ModelOption = None,
     revision: shared.RevisionOption = None,
     dtype: shared.DtypeOption = shared.Dtype.auto,
@@ -42,9 +40,9 @@ def explain(
     ] = 4,
     layer: Annotated[
         int | None,
-        option("--layer", min=0, help="The layer to look into.  [default: one that shows most]"),
+        option("--layer", min=0, help="The layer to look into (default one that shows most)."),
     ] = None,
-    chat: Annotated[bool, option("--chat", help="Wrap the prompt in the chat template.")] = False,
+    chat: shared.ChatOption = False,
     timings: Annotated[
         bool,
         option("--timings/--no-timings", help="Measure both paths, and this machine's limits."),
@@ -56,10 +54,7 @@ def explain(
         Path | None,
         option("--html", help="Also write a page to look at.", rich_help_panel=_OUTPUT),
     ] = None,
-    output: Annotated[
-        Path | None,
-        option("--output", "-o", help="Write there instead of stdout.", rich_help_panel=_OUTPUT),
-    ] = None,
+    output: shared.OutputOption = None,
     quiet: shared.QuietOption = False,
     debug: shared.DebugOption = False,
     config: shared.ConfigOption = None,

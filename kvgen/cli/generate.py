@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -34,9 +33,7 @@ def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="Text to continue; - reads it from stdin.")
     ] = None,
-    prompt_file: Annotated[
-        Path | None, option("--prompt-file", help="Read the prompt from a file.")
-    ] = None,
+    prompt_file: shared.PromptFileOption = None,
     model: shared.ModelOption = None,
     revision: shared.RevisionOption = None,
     dtype: shared.DtypeOption = shared.Dtype.auto,
@@ -97,14 +94,8 @@ def generate(
     ignore_eos: Annotated[
         bool, option("--ignore-eos", help="Go on after end-of-text.", rich_help_panel=_TOKENS)
     ] = False,
-    chat: Annotated[
-        bool,
-        option("--chat", help="Wrap the prompt in the chat template.", rich_help_panel=_TOKENS),
-    ] = False,
-    system: Annotated[
-        str | None,
-        option("--system", help="System message; implies --chat.", rich_help_panel=_TOKENS),
-    ] = None,
+    chat: shared.ChatOption = False,
+    system: shared.SystemOption = None,
     no_cache: Annotated[
         bool,
         option(
@@ -127,7 +118,7 @@ def generate(
         option(
             "--cache-step",
             min=1,
-            help="Tokens that the cache grows by.  [default: 256]",
+            help="Tokens that the cache grows by (default 256).",
             rich_help_panel=_CACHE,
         ),
     ] = None,
@@ -160,10 +151,7 @@ def generate(
     output_format: Annotated[
         Format, option("--format", "-f", help="What stdout carries.", rich_help_panel=_OUTPUT)
     ] = Format.text,
-    output: Annotated[
-        Path | None,
-        option("--output", "-o", help="Write there instead of stdout.", rich_help_panel=_OUTPUT),
-    ] = None,
+    output: shared.OutputOption = None,
     trace: Annotated[
         bool, option("--trace", help="Show every step in the table.", rich_help_panel=_OUTPUT)
     ] = False,

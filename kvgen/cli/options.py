@@ -159,6 +159,20 @@ ForceOption = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+PromptFileOption = Annotated[
+    Path | None, option("--prompt-file", help="Read the prompt from a file.")
+]
+ChatOption = Annotated[
+    bool, option("--chat", help="Wrap the prompt in the chat template.", rich_help_panel="Tokens")
+]
+SystemOption = Annotated[
+    str | None,
+    option("--system", help="System message; implies --chat.", rich_help_panel="Tokens"),
+]
+OutputOption = Annotated[
+    Path | None,
+    option("--output", "-o", help="Write there instead of stdout.", rich_help_panel=_OUTPUT),
+]
 QuietOption = Annotated[
     bool,
     option("--quiet", "-q", help="Nothing on stderr but errors.", rich_help_panel=_OUTPUT),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import Enum
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -52,7 +51,7 @@ def size(
         str | None,
         option(
             "--kv-dtype",
-            help="float32, bfloat16, float16, int8, int4; a list.  [default: the checkpoint's]",
+            help="float32, bfloat16, float16, int8, int4; a list (default the checkpoint's).",
             rich_help_panel=_WHAT,
         ),
     ] = None,
@@ -90,10 +89,7 @@ def size(
     output_format: Annotated[
         Format, option("--format", "-f", help="What stdout carries.", rich_help_panel=_OUTPUT)
     ] = Format.text,
-    output: Annotated[
-        Path | None,
-        option("--output", "-o", help="Write there instead of stdout.", rich_help_panel=_OUTPUT),
-    ] = None,
+    output: shared.OutputOption = None,
     quiet: shared.QuietOption = False,
     debug: shared.DebugOption = False,
     config: shared.ConfigOption = None,

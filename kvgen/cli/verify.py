@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -44,10 +43,7 @@ def verify(
     output_format: Annotated[
         Format, option("--format", "-f", help="What stdout carries.", rich_help_panel=_OUTPUT)
     ] = Format.text,
-    output: Annotated[
-        Path | None,
-        option("--output", "-o", help="Write there instead of stdout.", rich_help_panel=_OUTPUT),
-    ] = None,
+    output: shared.OutputOption = None,
     quiet: shared.QuietOption = False,
     debug: shared.DebugOption = False,
     config: shared.ConfigOption = None,

@@ -5,6 +5,7 @@ adapter; the model itself comes from outside.
 from __future__ import annotations
 
 import inspect
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,6 +35,11 @@ class Forward:
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._state_holders = state_holders(model)
         self._takes_positions = "position_ids" in parameters and not counts_own_positions(model)
+
+    @cached_property
+    def _cache_argument(self) -> str:
+        # Asked for once, and only where there is a cache: a model may have no such argument.
+        return cache_argument(self._model)
 
     def cached(self, ids: list[int], cache: TransformersCache) -> Tensor:
         """Forward ``ids`` after what ``cache`` holds, and add them to it.
@@ -80,7 +86,7 @@ class Forward:
         offsets = torch.tensor(padding, device=self._device).unsqueeze(1)
         inputs: dict[str, Any] = {"use_cache": cache is not None}
         if cache is not None:
-            inputs[cache_argument(self._model)] = cache
+            inputs[self._cache_argument] = cache
         # A recurrent layer reads padding only where it is forwarded.
         reads_pairs = cache is None or any(spec.has_pairs for spec in cache.kv.specs)
         if any(padding) and (reads_pairs or first < max(padding)):
@@ -115,7 +121,7 @@ class Forward:
         return logits
 
     def _inputs(self, tokens: int, cache: Any, position: int) -> dict[str, Any]:
-        inputs: dict[str, Any] = {cache_argument(self._model): cache, "use_cache": True}
+        inputs: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
         if self._takes_positions:
             positions = torch.arange(position, position + tokens, device=self._device)
             inputs["position_ids"] = positions.unsqueeze(0)
