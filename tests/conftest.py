@@ -16,8 +16,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Tests run side by side; threads that wait for each other by spinning would eat their time.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Where the run was started in the background Ctrl-C is ignored, and programs started from here would
-# inherit that; the tests of Ctrl-C need it as a person's terminal has it.
+# Where the run was started in the background Ctrl-C is ignored, and programs started from here
+# would inherit that; the tests of Ctrl-C need it as a person's terminal has it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for name in [name for name in os.environ if name.startswith("KVGEN_")]:
     if name != "KVGEN_CACHE_DIR":

@@ -210,6 +210,18 @@ def slow_steps(folder: Path) -> str:
     return os.pathsep.join([str(extra), os.getcwd(), os.environ.get("PYTHONPATH", "")])
 
 
+def wait_for_torch(process: subprocess.Popen[str]) -> None:
+    """Until the process is past Python's own start and imports what it needs."""
+    maps = Path(f"/proc/{process.pid}/maps")
+    end = time.monotonic() + 60
+    while maps.exists() and "libtorch" not in maps.read_text("utf-8"):
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    if not maps.exists():  # where the system shows no such thing
+        time.sleep(2.0)
+
+
 def test_ctrl_c_while_loading_exits_130_with_one_line(tiny_folder: Path) -> None:
     with subprocess.Popen(
         [*COMMAND, "Time", "-m", str(tiny_folder)],
@@ -218,7 +230,7 @@ def test_ctrl_c_while_loading_exits_130_with_one_line(tiny_folder: Path) -> None
         text=True,
         stdin=subprocess.DEVNULL,
     ) as process:
-        time.sleep(1.0)
+        wait_for_torch(process)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
