@@ -116,6 +116,15 @@ class Layer:
         """Whether the last ``tokens`` tokens can be taken back exactly."""
         return all(part.can_trim(tokens) for part in self.parts)
 
+    @property
+    def refusal(self) -> str:
+        """What keeps this layer from going back, where ``can_trim`` says that it cannot."""
+        if self.states is not None:
+            return f"a {self.spec.kind} layer's state sums up every token and cannot go back"
+        if self.pools:
+            return f"a {self.spec.kind} layer pools its tokens and cannot go back"
+        return f"a {self.spec.kind} layer's window has let go of older tokens and cannot go back"
+
     def trim(self, tokens: int) -> None:
         """Forget the last ``tokens`` tokens. Raises ``CannotTrimError``, changing nothing."""
         if not self.can_trim(tokens):

@@ -43,6 +43,11 @@ class KVCache:
         """Whether every layer can take back the last ``tokens`` tokens."""
         return tokens <= self.position and all(layer.can_trim(tokens) for layer in self.layers)
 
+    def refusal(self, tokens: int) -> str | None:
+        """Why the last ``tokens`` tokens cannot be taken back; ``None`` if they can."""
+        refusing = [layer for layer in self.layers if not layer.can_trim(tokens)]
+        return refusing[0].refusal if refusing else None
+
     def trim(self, tokens: int) -> None:
         """Forget the last ``tokens`` tokens in every layer.
 
