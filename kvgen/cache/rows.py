@@ -14,7 +14,7 @@ from kvgen.cache.manager import KVCache
 from kvgen.cache.policy import Policy
 from kvgen.cache.recurrent import States
 from kvgen.cache.slots import TokenSlots
-from kvgen.cache.spec import LayerSpec
+from kvgen.cache.spec import SPARSE, LayerSpec
 
 
 def why_alone(specs: Sequence[LayerSpec], policy: Policy) -> str | None:
@@ -22,6 +22,8 @@ def why_alone(specs: Sequence[LayerSpec], policy: Policy) -> str | None:
     for layer in policy.make(specs).layers:
         if layer.pools:
             return f"a {layer.spec.kind} layer pools tokens by their place in the sequence"
+        if layer.spec.kind == SPARSE:
+            return f"a {layer.spec.kind} layer chooses tokens by their place in the sequence"
         if layer.index_positions is not None:
             return f"a {layer.spec.kind} layer keeps positions that all sequences share"
         if not all(isinstance(part, TokenSlots | States) for part in layer.parts):

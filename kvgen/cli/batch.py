@@ -18,7 +18,8 @@ from kvgen.report.units import visible
 
 if TYPE_CHECKING:
     from kvgen.cli.results import InOrder, ResultFile
-    from kvgen.measure.batch import BatchOptions, BatchRun
+    from kvgen.measure.batch import BatchRun
+    from kvgen.measure.batch_prompts import BatchOptions
     from kvgen.measure.requests import Rejected, Request
     from kvgen.models import LoadOptions
 
@@ -171,7 +172,7 @@ def batch(
     with preparing():
         # The heavy imports start here, once the command line is known to be right.
         from kvgen.engine.sampling import SamplingOptions
-        from kvgen.measure.batch import BatchOptions
+        from kvgen.measure.batch_prompts import BatchOptions
         from kvgen.models import LoadOptions
 
         options = BatchOptions(
@@ -201,7 +202,8 @@ def batch(
     rejected = sorted([*rejected, *run.rejected], key=lambda one: one.line or 0)
     for one in rejected:
         print(f"kvgen: {visible(_rejected_text(file, one))}", file=sys.stderr)
-    results.begin([request.id for request in requests])
+    skipped = {one.id for one in run.rejected}
+    results.begin([request.id for request in requests if request.id not in skipped])
     code = _show(run, results, quiet)
     if code == 0 and rejected:
         lines = "line was" if len(rejected) == 1 else "lines were"

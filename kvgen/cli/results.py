@@ -57,18 +57,17 @@ class ResultFile:
         """
         check_target(path)
         self._path = path
-        self._ids: list[Id] = []
         self._order: list[Id] = []
-        self.finished: dict[Id, str] = {}
         try:
             content = path.read_bytes() if path.exists() else b""
-            whole = content[: content.rfind(b"\n") + 1]
             if content and not resume:
                 raise UsageError(
                     f"{path} is there already; go on with it (--resume) or write to another file"
                 )
-            self._read(whole)
-            self._file = path.open("ab")
+            whole = content[: content.rfind(b"\n") + 1]
+            self.finished = {line["id"]: line["request"] for line in self._parsed(whole)}
+            # Unbuffered: a line is in the file, whole, as soon as it is written.
+            self._file = path.open("ab", buffering=0)
             self._file.truncate(len(whole))
         except OSError as error:
             raise UsageError(f"cannot write {path}: {error.strerror}") from error
@@ -80,39 +79,41 @@ class ResultFile:
     def write(self, line: dict[str, Any]) -> None:
         """Add one result."""
         try:
-            self._file.write((to_json(line) + "\n").encode("utf-8"))
-            self._file.flush()
+            left = (to_json(line) + "\n").encode("utf-8")
+            while left:
+                left = left[self._file.write(left) :]
         except OSError as error:
             raise KvgenError(
                 f"cannot write {self._path}: {error.strerror}; --resume goes on from what it holds"
             ) from error
-        self._ids.append(line["id"])
 
     def close(self) -> None:
         """Put the lines into the input's order. An error leaves them as they are."""
         place = {key: index for index, key in enumerate(self._order)}
-        order = sorted(range(len(self._ids)), key=lambda i: place.get(self._ids[i], len(place)))
         try:
             self._file.close()
+            content = self._path.read_bytes()
+            lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
+            ids = [line["id"] for line in self._parsed(b"".join(lines))]
+            order = sorted(range(len(ids)), key=lambda i: place.get(ids[i], len(place)))
             if order != sorted(order):
-                lines = self._path.read_bytes().splitlines(keepends=True)
                 write_atomically(self._path, b"".join(lines[i] for i in order))
         except OSError as error:
             raise KvgenError(f"cannot write {self._path}: {error.strerror}") from error
 
-    def _read(self, content: bytes) -> None:
-        for number, line in enumerate(content.splitlines(), 1):
-            try:
-                result = json.loads(line)
-                if result["schema"] != SCHEMA:
-                    raise ValueError
-                key, request = result["id"], result["request"]
-                self.finished[key] = request
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise UsageError(
-                    f"cannot go on with {self._path}: its line {number} is no result of kvgen batch"
-                ) from error
-            self._ids.append(key)
+    def _parsed(self, content: bytes) -> list[dict[str, Any]]:
+        return [self._result(line, i) for i, line in enumerate(content.splitlines(), 1)]
+
+    def _result(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            result: dict[str, Any] = json.loads(line)
+            if result["schema"] != SCHEMA or not {"id", "request"} <= result.keys():
+                raise ValueError
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UsageError(
+                f"cannot go on with {self._path}: its line {number} is no result of kvgen batch"
+            ) from error
+        return result
 
 
 def results_to(path: Path | None, resume: bool) -> InOrder | ResultFile:

@@ -6,71 +6,35 @@ that are decoded together. Row by row the results are the caller's business.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 
 from kvgen.cache.adapter import TransformersCache, continues_prefill, policy_for, specs_for
 from kvgen.cache.manager import KVCache
-from kvgen.cache.policies import DEFAULT
 from kvgen.cache.prefix_index import PrefixIndex
 from kvgen.cache.prefix_plan import PrefixPlan
-from kvgen.cache.quirks import takes_padding
 from kvgen.cache.reuse import Receipt
-from kvgen.cache.rows import beginning, goes_back, why_alone
+from kvgen.cache.rows import beginning, goes_back
 from kvgen.engine.answer import Answer
 from kvgen.engine.batch import Row, RowBatch
 from kvgen.engine.forward import Forward
-from kvgen.engine.prompt import check_fits, check_known, check_text, encode, encode_chat
-from kvgen.engine.sampling import Sampler, SamplingOptions
-from kvgen.errors import KvgenError, UsageError
+from kvgen.engine.sampling import Sampler
+from kvgen.measure.batch_prompts import BatchOptions, Prompt, prepare_prompts, unfinished
 from kvgen.measure.batch_records import BatchSummary, RowResult, Shared, Timing
 from kvgen.measure.clock import Clock, DeviceClock
 from kvgen.measure.environment import environment
 from kvgen.measure.facts import model_facts
 from kvgen.measure.guard import Demand, check_before_growing, free_bytes
-from kvgen.measure.requests import Id, Rejected, Request, check_ids
+from kvgen.measure.requests import Id, Request, check_ids
 from kvgen.measure.roofline import WeightReads
-from kvgen.measure.run import DEFAULT_NEW_TOKENS, RANDOM_WEIGHTS
+from kvgen.measure.run import RANDOM_WEIGHTS
+from kvgen.measure.together import why_not_together
 from kvgen.models import LoadedModel
 
-DEFAULT_BATCH_SIZE = 8
 # Of the memory that is free, what stored prefixes may take where nobody said.
 _BUDGET_PART = 4
-
-
-@dataclass(frozen=True)
-class BatchOptions:
-    """How a batch runs; what requests may say for themselves, they win over."""
-
-    batch_size: int = DEFAULT_BATCH_SIZE
-    share_prefix: bool = True
-    prefix_budget: int | None = None
-    """Bytes that stored prefixes may take; ``None`` is a part of what is free."""
-    max_new_tokens: int | None = None
-    chat: bool = False
-    system: str | None = None
-    sampling: SamplingOptions = field(default_factory=SamplingOptions)
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    cache: str = DEFAULT
-    force: bool = False
-
-
-@dataclass(frozen=True)
-class _Prompt:
-    """A request as token ids."""
-
-    id: Id
-    ids: list[int]
-    new_tokens: int
-    stop: tuple[str, ...]
-    sampling: SamplingOptions
-    digest: str
 
 
 @dataclass
@@ -107,17 +71,8 @@ class BatchRun:
         self._forward = Forward(loaded.model)
         self._specs = specs_for(loaded.model)
         self._policy = policy_for(loaded.model, self._options.cache)
-        self._base_seed = self._options.sampling.seed
-        if self._base_seed is None:
-            self._base_seed = secrets.randbits(32)
-        self.rejected: list[Rejected] = []
-        prompts = []
-        for request in requests:
-            try:
-                prompts.append(self._prepared(request))
-            except KvgenError as error:
-                self.rejected.append(Rejected(request.line, request.id, str(error)))
-        self._prompts = _unfinished(prompts, finished or {})
+        prompts, self.rejected = prepare_prompts(loaded, requests, self._options)
+        self._prompts = unfinished(prompts, finished or {})
         self.summary = self._new_summary(len(prompts) - len(self._prompts))
         if self._prompts and not self._options.force:
             self._check_memory()
@@ -170,7 +125,7 @@ class BatchRun:
                 ended.append(self._ended(flying.pop(row)))
         return ended
 
-    def _begin(self, prompt: _Prompt) -> tuple[_InFlight, KVCache]:
+    def _begin(self, prompt: Prompt) -> tuple[_InFlight, KVCache]:
         """Prefill: the row with its first token, and the cache of all tokens before it."""
         begin = self._clock.now()
         cache, logits, receipt = self._prefill(prompt.ids)
@@ -250,52 +205,15 @@ class BatchRun:
     def _new_cache(self) -> KVCache:
         return self._policy.make(self._specs)
 
-    def _prepared(self, request: Request) -> _Prompt:
-        """Raises ``KvgenError`` for what cannot be served."""
-        options, loaded = self._options, self._loaded
-        if request.messages is not None:
-            for message in request.messages:
-                check_text(message["content"])
-            ids = encode_chat(loaded.tokenizer, request.messages)
-        else:
-            system = options.system if request.system is None else request.system
-            chat = (options.chat or system is not None) if request.chat is None else request.chat
-            ids = encode(loaded.tokenizer, request.prompt or "", chat, system)
-        check_known(ids, loaded.model.get_input_embeddings().weight.shape[0])
-        asked = request.max_new_tokens or options.max_new_tokens
-        room = check_fits(len(ids), asked, loaded.context_limit)
-        wanted = asked or min(DEFAULT_NEW_TOKENS, room or DEFAULT_NEW_TOKENS)
-        stop = options.stop if request.stop is None else request.stop
-        asked_seed = options.sampling.seed if request.seed is None else request.seed
-        depends = {
-            "model": [loaded.source.name, loaded.source.revision, loaded.source.sha256],
-            "dtype": str(loaded.dtype),
-            "cache": options.cache,
-            "ids": ids,
-            "new": wanted,
-            "stop": [*stop, options.ignore_eos],
-            "sampling": asdict(options.sampling) | {"seed": asked_seed},
-        }
-        digest = hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:16]
-        sampling = replace(options.sampling, seed=self._seed(request))
-        return _Prompt(request.id, ids, wanted, stop, sampling, digest)
-
-    def _seed(self, request: Request) -> int:
-        """A row's own: drawn from the batch's and the id, whatever runs beside it."""
-        if request.seed is not None:
-            return request.seed
-        text = json.dumps([self._base_seed, request.id])
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
-
     def _new_summary(self, already_finished: int) -> BatchSummary:
         loaded, options = self._loaded, self._options
         size, notes = options.batch_size, []
-        why = why_alone(self._specs, self._policy)
-        if not takes_padding(loaded.model):
-            why = f"{loaded.config.model_type} counts the columns of its mask in its own way"
-        if why is not None and size > 1:
-            size = 1
-            notes.append(f"rows run one at a time: {why}")
+        if size > 1 and self._prompts:
+            ids = self._prompts[0].ids
+            why = why_not_together(loaded, self._forward, self._specs, self._policy, ids)
+            if why is not None:
+                size = 1
+                notes.append(f"rows run one at a time: {why}")
         if options.share_prefix and not continues_prefill(loaded.model, self._specs):
             notes.append(
                 f"no prefix is shared: {loaded.config.model_type} starts its state over at a "
@@ -329,18 +247,3 @@ class BatchRun:
             return self._options.prefix_budget
         free = free_bytes(str(self._loaded.device))
         return None if free is None else free // _BUDGET_PART
-
-
-def _unfinished(prompts: list[_Prompt], finished: Mapping[Id, str]) -> list[_Prompt]:
-    """Those that no earlier run has finished, each of which must be one of ``prompts``."""
-    digests = {prompt.id: prompt.digest for prompt in prompts}
-    for key, digest in finished.items():
-        if digests.get(key) != digest:
-            what = (
-                "another prompt or other settings" if key in digests else "a prompt not given now"
-            )
-            raise UsageError(
-                f"the result with the id {json.dumps(key)} was made from {what}; go on with the "
-                "same prompts and options, or write to another file"
-            )
-    return [prompt for prompt in prompts if prompt.id not in finished]

@@ -106,6 +106,8 @@ def _request(fields: Any, line: int) -> Request:
         raise ValueError("needs a prompt or messages, and not both")
     if "messages" in given and given.keys() & {"system", "chat"}:
         raise ValueError("has messages, which are a chat with its system message already")
+    if "system" in given and given.get("chat") is False:
+        raise ValueError("has a system message, and a chat that is false")
     given["messages"] = _messages(given.get("messages"))
     given["stop"] = _stop(given.get("stop"))
     given.setdefault("id", line)
