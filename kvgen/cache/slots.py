@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvgen.cache.state import State, parallel_state
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -117,6 +119,15 @@ class TokenSlots:
         twin.length = self.length
         twin._buffers = tuple(buffer[:, :, self._start :].clone() for buffer in self._buffers)
         return twin
+
+    def state(self) -> State:
+        """What is held, and the tokens seen."""
+        return parallel_state(self.views, length=self.length)
+
+    def load(self, state: State) -> None:
+        """Take the place of the slots that gave ``state``."""
+        self.length, self._start = state.numbers["length"], 0
+        self._buffers = state.parallel()
 
     def _pass_through(self, news: Sequence[Tensor], held: int) -> tuple[Tensor, ...]:
         """A chunk larger than the window's slack: hand all of it on, keep only its tail.
