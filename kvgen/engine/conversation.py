@@ -99,7 +99,7 @@ class Conversation:
         template included.
         """
         self.loaded, self.options = loaded, options
-        self._forward = Forward(loaded.model)
+        self.forward = Forward(loaded.model)
         self._specs = specs_for(loaded.model)
         self._policy = policy_for(loaded.model, options.cache)
         self._chunk = options.prefill_chunk
@@ -111,13 +111,21 @@ class Conversation:
                 )
         elif self._chunk is None:
             self._chunk = _PIECE
-        self.cache = self._policy.make(self._specs)
+        self.cache = self.new_cache()
         self.turns: list[Turn] = []
         self.ids: list[int] = []
         """Of all turns, as they were forwarded and generated."""
         self.held: list[int] = []
         """Ids that the cache holds: a beginning of some prompt, and ``cache.position`` many."""
         self._opening = self._shared_by_first_prompts()
+
+    def new_cache(self) -> KVCache:
+        """An empty cache for this model."""
+        return self._policy.make(self._specs)
+
+    def first_prompt(self, question: str) -> list[int]:
+        """The ids of a conversation that begins with ``question``."""
+        return self._prompt((), (), question)
 
     def plan(self, question: str) -> Plan:
         """Make the cache ready for the next turn, which changes no turn before it.
@@ -156,7 +164,7 @@ class Conversation:
             # Of its own at every turn, so that a turn taken back leaves no trace.
             seed = (sampling.seed + len(self.turns)) % 2**63
             sampling = replace(sampling, seed=seed)
-        decoder = Decoder(self._forward, plan.ids, Sampler(sampling), self.cache, self._chunk)
+        decoder = Decoder(self.forward, plan.ids, Sampler(sampling), self.cache, self._chunk)
         return Reply(
             decoder,
             self.loaded.tokenizer,
@@ -216,7 +224,7 @@ class Conversation:
 
     def _shared_by_first_prompts(self) -> list[int]:
         """What any first prompt begins with: the template's opening and the system message."""
-        one, other = (self._prompt((), (), question) for question in ("a", "1"))
+        one, other = self.first_prompt("a"), self.first_prompt("1")
         return one[: common_prefix(one, other)]
 
     def _take_up(self, prompt: list[int]) -> Receipt:
