@@ -5,7 +5,7 @@ Text comes out piece by piece; who shows it, and how, is the caller's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 
 from kvgen.cache.policies import find_policy
@@ -83,7 +83,7 @@ class MeasuredConversation:
         ids = conversation.first_prompt("Hello")
         warm_up(conversation.loaded, conversation.forward, ids, conversation.new_cache())
 
-    def ask(self, question: str, stopping: Callable[[], bool]) -> Iterator[str]:
+    def ask(self, question: str, stopping: Callable[[], bool]) -> Generator[str, None, None]:
         """Answer; yields after every step the text that may now be shown, which may be empty.
 
         ``stopping`` is asked between tokens and between pieces of the prompt. Raises
