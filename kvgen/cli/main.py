@@ -15,6 +15,7 @@ import typer
 
 from kvgen import __version__
 from kvgen.cli.batch import batch
+from kvgen.cli.chat import chat
 from kvgen.cli.compare import compare
 from kvgen.cli.explain import explain
 from kvgen.cli.generate import generate
@@ -39,6 +40,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(batch)
+app.command()(chat)
 app.command(cls=OrderedCommand)(compare)
 app.command()(report)
 app.command()(size)
