@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from kvgen import __version__
+from kvgen.cli.cache import cache_app
 from kvgen.cli.compare import compare
 from kvgen.cli.explain import explain
 from kvgen.cli.generate import generate
@@ -42,6 +43,7 @@ app.command()(report)
 app.command()(size)
 app.command()(explain)
 app.command()(verify)
+app.add_typer(cache_app, name="cache")
 
 
 def _show_version(wanted: bool) -> None:
