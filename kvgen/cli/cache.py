@@ -88,12 +88,12 @@ def show(
     config: shared.ConfigOption = None,
 ) -> int:
     """Say what a file holds: tokens, layers, bytes and fingerprint. Loads no model."""
-    from kvgen.cache.disk import open_cache_file
     from kvgen.cli.streams import Output
+    from kvgen.measure.cache_file import describe_file
     from kvgen.report.receipt import file_lines
 
     output = Output(None)
-    output.write("".join(f"{line}\n" for line in file_lines(open_cache_file(file))))
+    output.write("".join(f"{line}\n" for line in file_lines(describe_file(file))))
     return 0
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvgen.measure.records import Kept, Reuse
 from kvgen.report.units import bytes_text, seconds_text, visible
 
 if TYPE_CHECKING:
-    from kvgen.cache.disk import CacheFile
+    from kvgen.measure.cache_file import FileFacts
     from kvgen.measure.file_check import FileCheck
 
 
@@ -55,20 +54,16 @@ def _written(kept: Kept) -> str:
     return line
 
 
-def file_lines(file: CacheFile) -> list[str]:
+def file_lines(file: FileFacts) -> list[str]:
     """What a cache file holds: tokens, layers, bytes, fingerprint."""
-    header, each = file.header, file.layer_bytes()
-    lines = [
-        f"{file.path}: {len(file.ids):,} tokens of {header.model}, {bytes_text(file.bytes)}",
-    ]
-    for kind, count in Counter(header.layers).items():
-        held = sum(b for k, b in zip(header.layers, each, strict=True) if k == kind)
+    lines = [f"{file.path}: {file.tokens:,} tokens of {file.model}, {bytes_text(file.bytes)}"]
+    for kind, (count, held) in file.layers.items():
         lines.append(f"  {count} x {kind}: {bytes_text(held)}")
-    if header.snapshot:
+    if file.snapshot:
         lines.append("  kept one token before its prompt's end, as it cannot go back")
-    if header.seconds is not None:
-        lines.append(f"  computed in {seconds_text(header.seconds)}")
-    lines += [f"  {name}: {value}" for name, value in vars(header.fingerprint).items()]
+    if file.seconds is not None:
+        lines.append(f"  computed in {seconds_text(file.seconds)}")
+    lines += [f"  {name}: {value}" for name, value in file.fingerprint.items()]
     return [visible(line) for line in lines]
 
 
