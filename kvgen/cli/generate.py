@@ -92,6 +92,8 @@ def generate(
             rich_help_panel=_CACHE,
         ),
     ] = Recompute.sampled,
+    prompt_cache: shared.PromptCacheOption = None,
+    prompt_cache_ro: shared.PromptCacheReadOnlyOption = False,
     warmup: Annotated[
         bool,
         option(
@@ -123,7 +125,10 @@ def generate(
 
     if no_cache and prefill_chunk is not None:
         raise UsageError("--prefill-chunk needs the cache; leave out --no-cache")
-    policy = _policy_text(cache, cache_step, no_cache)
+    if prompt_cache is not None and no_cache:
+        raise UsageError("--prompt-cache needs the cache; leave out --no-cache")
+    shared.check_prompt_cache(prompt_cache, prompt_cache_ro)
+    policy = policy_text(cache, cache_step, no_cache)
     text = read_prompt(prompt, prompt_file)
     view = View(Output(output), output_format, trace, quiet, table=not (quiet or no_stats))
 
@@ -148,6 +153,8 @@ def generate(
             prefill_chunk=prefill_chunk,
             recompute=recompute.value,
             warmup=warmup,
+            prompt_cache=prompt_cache,
+            prompt_cache_read_only=prompt_cache_ro,
         )
         load = LoadOptions(
             model=model,
@@ -158,11 +165,11 @@ def generate(
             offline=offline,
             load_format=load_format.value,
         )
-        run = _prepare(load, options, threads, quiet)
+        run = prepare(load, options, threads, quiet)
     return view.show(run)
 
 
-def _policy_text(cache: str | None, step: int | None, no_cache: bool) -> str:
+def policy_text(cache: str | None, step: int | None, no_cache: bool) -> str:
     """The storage policy that the options name, found to be one."""
     from kvgen.cache.policies import DEFAULT, find_policy
 
@@ -177,7 +184,7 @@ def _policy_text(cache: str | None, step: int | None, no_cache: bool) -> str:
     return name
 
 
-def _prepare(
+def prepare(
     load: LoadOptions, options: GenerationOptions, threads: int | None, quiet: bool
 ) -> GenerationRun:
     """Everything before the first token."""
