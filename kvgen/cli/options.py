@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvgen.cli.parallel import DeviceMap, Parallel
 from kvgen.errors import UsageError
 
 
@@ -139,6 +140,31 @@ DeviceOption = Annotated[
 ThreadsOption = Annotated[
     int | None,
     option("--threads", min=1, help="CPU threads of one operation.", rich_help_panel=_MODEL),
+]
+DeviceMapOption = Annotated[
+    DeviceMap,
+    option(
+        "--device-map",
+        help="auto: whole layers spread over the devices of this machine.",
+        rich_help_panel=_MODEL,
+    ),
+]
+ParallelOption = Annotated[
+    Parallel,
+    option(
+        "--parallel",
+        help="tensor: the model shared out over the ranks that torchrun started.",
+        rich_help_panel=_MODEL,
+    ),
+]
+RankTimeoutOption = Annotated[
+    int,
+    option(
+        "--rank-timeout",
+        min=1,
+        help="Seconds after which a rank that does not answer ends the run.",
+        rich_help_panel=_MODEL,
+    ),
 ]
 TrustRemoteCodeOption = Annotated[
     bool,

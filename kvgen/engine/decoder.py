@@ -16,6 +16,7 @@ from kvgen.cache.adapter import TransformersCache
 from kvgen.cache.manager import KVCache
 from kvgen.engine.forward import Forward
 from kvgen.engine.sampling import Sampler
+from kvgen.models.ranks import agreed
 
 
 class Token(NamedTuple):
@@ -67,7 +68,7 @@ class Decoder:
     def step(self) -> Token:
         """Forward what is pending and append one token."""
         logits = self._logits()
-        token = Token(self._sampler.choose(logits, self.ids), logits)
+        token = Token(agreed(self._sampler.choose(logits, self.ids)), logits)
         self.ids.append(token.id)
         return token
 

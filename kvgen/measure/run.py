@@ -19,9 +19,9 @@ from kvgen.engine.prompt import check_fits, check_known, encode
 from kvgen.engine.sampling import Sampler, SamplingOptions
 from kvgen.engine.text import IncrementalText, StopStrings
 from kvgen.errors import UsageError
-from kvgen.measure.clock import Clock, DeviceClock
+from kvgen.measure.clock import Clock, clock_for
 from kvgen.measure.environment import environment
-from kvgen.measure.facts import model_facts
+from kvgen.measure.facts import device_note, is_spread, model_facts, rank_shares
 from kvgen.measure.guard import Demand, check_before_growing
 from kvgen.measure.prompt_cache import PromptCache
 from kvgen.measure.recompute import KeptLogits, fill_in, recompute
@@ -74,7 +74,7 @@ class GenerationRun:
         """Tokenizes the prompt and warms up. Raises ``InputError`` if the prompt does not fit."""
         self._loaded = loaded
         self._options = options
-        self._clock = clock or DeviceClock(loaded.device)
+        self._clock = clock or clock_for(loaded.device)
         self._dtype = str(loaded.dtype).removeprefix("torch.")
         begin = self._clock.now()
         ids = encode(loaded.tokenizer, options.prompt, options.chat, options.system)
@@ -103,7 +103,7 @@ class GenerationRun:
             cache = self._cache
             self._file = PromptCache(options.prompt_cache, writes, loaded, cache, self._clock)
             reuse = self._file.take(ids, options.chat)
-        if not options.force:
+        if not options.force and not is_spread(loaded.model):
             demand = Demand(tokens, policy, chunk or reuse.computed)
             itemsize = loaded.dtype.itemsize
             check_before_growing(loaded.config, specs, itemsize, str(loaded.device), demand)
@@ -165,6 +165,11 @@ class GenerationRun:
             self._recompute()
         if self._cache is not None:
             record.kv_bytes_formula = self._cache.bytes_formula(self._loaded.dtype.itemsize)
+        if record.finish_reason != "memory":  # which befalls one rank, not all
+            itemsize = self._loaded.dtype.itemsize
+            record.ranks = rank_shares(self._weights.total, self._cache, itemsize)
+        if self._cache is not None and is_spread(self._loaded.model):
+            record.notes.append(device_note(self._cache))
         if record.steps:
             record.totals = self._totals()
         return record
