@@ -73,6 +73,7 @@ def compare(
     revision: shared.RevisionOption = None,
     load_format: shared.LoadFormatOption = shared.LoadFormat.auto,
     device: shared.DeviceOption = "auto",
+    attention: shared.AttentionOption = shared.AttentionMode.auto,
     threads: shared.ThreadsOption = None,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
     offline: shared.OfflineOption = False,
@@ -245,6 +246,7 @@ def compare(
         device=device,
         trust_remote_code=trust_remote_code,
         offline=offline,
+        attention=attention.value,
         load_format=load_format.value,
     )
     gates = GateOptions(fail_under_speedup, max_tpot_ms, max_ttft_ms, kv_bytes, before, allowed)

@@ -38,6 +38,7 @@ def generate(
     revision: shared.RevisionOption = None,
     dtype: shared.DtypeOption = shared.Dtype.auto,
     device: shared.DeviceOption = "auto",
+    attention: shared.AttentionOption = shared.AttentionMode.auto,
     threads: shared.ThreadsOption = None,
     load_format: shared.LoadFormatOption = shared.LoadFormat.auto,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
@@ -204,6 +205,7 @@ def generate(
             device=device,
             trust_remote_code=trust_remote_code,
             offline=offline,
+            attention=attention.value,
             load_format=load_format.value,
         )
         run = _prepare(load, options, threads, quiet)

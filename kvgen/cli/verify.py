@@ -34,6 +34,7 @@ def verify(
     revision: shared.RevisionOption = None,
     dtype: shared.DtypeOption = shared.Dtype.auto,
     device: shared.DeviceOption = "auto",
+    attention: shared.AttentionOption = shared.AttentionMode.auto,
     threads: shared.ThreadsOption = None,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
     offline: shared.OfflineOption = False,
@@ -72,6 +73,7 @@ def verify(
         device=device,
         trust_remote_code=trust_remote_code,
         offline=offline,
+        attention=attention.value,
     )
     with loading(quiet) as progress:
         run = VerificationRun(load_model(load, progress), quick)
