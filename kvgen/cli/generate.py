@@ -40,6 +40,7 @@ def generate(
     revision: shared.RevisionOption = None,
     dtype: shared.DtypeOption = shared.Dtype.auto,
     device: shared.DeviceOption = "auto",
+    attention: shared.AttentionOption = shared.AttentionMode.auto,
     threads: shared.ThreadsOption = None,
     load_format: shared.LoadFormatOption = shared.LoadFormat.auto,
     device_map: shared.DeviceMapOption = DeviceMap.none,
@@ -180,6 +181,7 @@ def generate(
             device=device,
             trust_remote_code=trust_remote_code,
             offline=offline,
+            attention=attention.value,
             load_format=load_format.value,
             spread=spread,
         )

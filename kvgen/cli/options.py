@@ -109,6 +109,14 @@ class LoadFormat(str, Enum):
     dummy = "dummy"
 
 
+class AttentionMode(str, Enum):
+    """Whose code a single token attends with."""
+
+    auto = "auto"
+    model = "model"
+    kvgen = "kvgen"
+
+
 _MODEL, _TOKENS, _CACHE, _OUTPUT = "Model", "Tokens", "Cache and measuring", "Output"
 
 ModelOption = Annotated[
@@ -136,6 +144,14 @@ LoadFormatOption = Annotated[
 ]
 DeviceOption = Annotated[
     str, option("--device", help="auto, cpu, cuda, cuda:N or mps.", rich_help_panel=_MODEL)
+]
+AttentionOption = Annotated[
+    AttentionMode,
+    option(
+        "--attention",
+        help="Of single tokens: the model's own, or kvgen's; auto: the faster.",
+        rich_help_panel=_MODEL,
+    ),
 ]
 ThreadsOption = Annotated[
     int | None,
