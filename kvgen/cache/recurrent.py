@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from torch import Tensor, cat
 from torch.nn.functional import pad
 
+from kvgen.cache.state import State
+
 
 class States:
     """Convolution and recurrent states ``[batch, ...]`` of one layer, by their index.
@@ -100,6 +102,23 @@ class States:
         twin._convolution = {index: state.clone() for index, state in self._convolution.items()}
         twin._recurrent = {index: state.clone() for index, state in self._recurrent.items()}
         return twin
+
+    def state(self) -> State:
+        """Every state under its index."""
+        state = State()
+        for name, kept in self._named().items():
+            state.put(name, State({str(index): one for index, one in kept.items()}))
+        return state
+
+    def load(self, state: State) -> None:
+        """Take the place of the states that gave ``state``."""
+        for name, kept in self._named().items():
+            kept.clear()
+            kept |= {int(index): one for index, one in state.part(name).tensors.items()}
+        self.used = False
+
+    def _named(self) -> dict[str, dict[int, Tensor]]:
+        return {"convolution": self._convolution, "recurrent": self._recurrent}
 
     def stack(self, others: Sequence[States]) -> None:
         """Hold the sequences of all ``others``, which have seen a token each."""

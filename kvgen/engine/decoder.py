@@ -7,6 +7,7 @@ is always everything.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from kvgen.cache.adapter import TransformersCache
 from kvgen.cache.manager import KVCache
 from kvgen.engine.forward import Forward
 from kvgen.engine.sampling import Sampler
+from kvgen.models.ranks import agreed
 
 
 class Token(NamedTuple):
@@ -34,11 +36,15 @@ class Decoder:
         sampler: Sampler,
         cache: KVCache | None,
         prefill_chunk: int | None = None,
+        keep_snapshot: bool = False,
     ) -> None:
         """``cache`` is empty or holds a beginning of ``prompt_ids``; ``None`` runs without one.
 
-        ``prefill_chunk`` bounds the tokens of one forward.
+        ``prefill_chunk`` bounds the tokens of one forward. With ``keep_snapshot`` the first step
+        forwards the last token by itself, and ``snapshot`` is the cache as it was before.
         """
+        self.snapshot: KVCache | None = None
+        self._snapshot_is_due = keep_snapshot
         self.ids = list(prompt_ids)
         self.cache = cache
         self._forward = forward
@@ -46,15 +52,34 @@ class Decoder:
         self._chunk = prefill_chunk
         self._adapter = None if cache is None else TransformersCache(cache)
 
+    def prefill(self) -> Iterator[int]:
+        """Forward what is pending piece by piece, all but the last one, which ``step`` takes.
+
+        Yields the tokens still pending after each, so that whoever asks can stop between them.
+        """
+        if self.cache is None or self._adapter is None or self._chunk is None:
+            return
+        while (pending := len(self.ids) - self.cache.position) > self._chunk:
+            begin = self.cache.position
+            piece = self.ids[begin : begin + self._chunk]
+            self._forward.extend(piece, self._adapter)
+            yield pending - self._chunk
+
     def step(self) -> Token:
         """Forward what is pending and append one token."""
         logits = self._logits()
-        token = Token(self._sampler.choose(logits, self.ids), logits)
+        token = Token(agreed(self._sampler.choose(logits, self.ids)), logits)
         self.ids.append(token.id)
         return token
 
     def _logits(self) -> Tensor:
         if self.cache is None or self._adapter is None:
             return self._forward.uncached(self.ids)
+        if self._snapshot_is_due:
+            self._snapshot_is_due = False
+            before_last = self.ids[self.cache.position : -1]
+            if before_last:
+                self._forward.extend(before_last, self._adapter, self._chunk)
+            self.snapshot = self.cache.fork()
         pending = self.ids[self.cache.position :]
         return self._forward.extend(pending, self._adapter, self._chunk)
