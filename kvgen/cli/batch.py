@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvgen.models import LoadOptions
 
 INTERRUPTED = 130
-_TOKENS, _CACHE, _OUTPUT = "Tokens", "Cache and batch", "Output"
+_TOKENS, _CACHE, _OUTPUT = "Tokens", "Cache and measuring", "Output"
 
 
 def batch(
@@ -39,6 +39,7 @@ def batch(
     revision: shared.RevisionOption = None,
     dtype: shared.DtypeOption = shared.Dtype.auto,
     device: shared.DeviceOption = "auto",
+    attention: shared.AttentionOption = shared.AttentionMode.auto,
     threads: shared.ThreadsOption = None,
     load_format: shared.LoadFormatOption = shared.LoadFormat.auto,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
@@ -54,45 +55,13 @@ def batch(
             rich_help_panel=_TOKENS,
         ),
     ] = None,
-    temperature: Annotated[
-        float, option("--temperature", help="0 is greedy.", rich_help_panel=_TOKENS)
-    ] = 0.0,
-    top_k: Annotated[
-        int | None, option("--top-k", help="Only the k likeliest.", rich_help_panel=_TOKENS)
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        option("--top-p", help="The likeliest, up to probability p.", rich_help_panel=_TOKENS),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        option(
-            "--min-p",
-            help="Those at least this fraction as likely as the likeliest.",
-            rich_help_panel=_TOKENS,
-        ),
-    ] = None,
-    repetition_penalty: Annotated[
-        float,
-        option(
-            "--repetition-penalty",
-            help="Above 1: tokens that were there become less likely.",
-            rich_help_panel=_TOKENS,
-        ),
-    ] = 1.0,
-    seed: Annotated[
-        int | None,
-        option(
-            "--seed",
-            min=0,
-            help="The same seed gives the same texts; each row draws by itself.",
-            rich_help_panel=_TOKENS,
-        ),
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        option("--stop", help="End before this text; repeatable.", rich_help_panel=_TOKENS),
-    ] = None,
+    temperature: shared.TemperatureOption = 0.0,
+    top_k: shared.TopKOption = None,
+    top_p: shared.TopPOption = None,
+    min_p: shared.MinPOption = None,
+    repetition_penalty: shared.RepetitionPenaltyOption = 1.0,
+    seed: shared.SeedOption = None,
+    stop: shared.StopOption = None,
     ignore_eos: Annotated[
         bool, option("--ignore-eos", help="Go on after end-of-text.", rich_help_panel=_TOKENS)
     ] = False,
@@ -124,15 +93,8 @@ def batch(
             rich_help_panel=_CACHE,
         ),
     ] = None,
-    cache: Annotated[
-        str | None,
-        option(
-            "--cache",
-            help="How pairs are stored: step, exact, int8, int4 or window:N,sink:M.  "
-            "[default: step]",
-            rich_help_panel=_CACHE,
-        ),
-    ] = None,
+    cache: shared.CacheOption = None,
+    prefill_chunk: shared.PrefillChunkOption = None,
     output: Annotated[
         Path | None,
         option(
@@ -186,6 +148,7 @@ def batch(
             stop=tuple(stop or ()),
             ignore_eos=ignore_eos,
             cache=cache or DEFAULT,
+            prefill_chunk=prefill_chunk,
             force=force,
         )
         load = LoadOptions(
@@ -195,6 +158,7 @@ def batch(
             device=device,
             trust_remote_code=trust_remote_code,
             offline=offline,
+            attention=attention.value,
             load_format=load_format.value,
         )
         use_threads(threads)

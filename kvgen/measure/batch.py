@@ -31,6 +31,7 @@ from kvgen.measure.requests import Id, Request, check_ids
 from kvgen.measure.roofline import WeightReads
 from kvgen.measure.run import RANDOM_WEIGHTS
 from kvgen.measure.together import why_not_together
+from kvgen.measure.warmup import warm_up
 from kvgen.models import LoadedModel
 
 # Of the memory that is free, what stored prefixes may take where nobody said.
@@ -69,14 +70,14 @@ class BatchRun:
         check_ids(requests)
         self._loaded, self._options = loaded, options or BatchOptions()
         self._clock = clock or DeviceClock(loaded.device)
-        self._forward = Forward(loaded.model)
+        self._forward = Forward(loaded.model, loaded.attention)
         self._specs = specs_for(loaded.model)
         self._policy = policy_for(loaded.model, self._options.cache)
         prompts, self.rejected = prepare_prompts(loaded, requests, self._options)
         self._prompts = unfinished(prompts, finished or {})
-        self.summary = self._new_summary(len(prompts) - len(self._prompts))
         if self._prompts and not self._options.force:
             self._check_memory()
+        self.summary = self._new_summary(len(prompts) - len(self._prompts))
         self._share = self._options.share_prefix and continues_prefill(loaded.model, self._specs)
         self._plan = PrefixPlan([p.ids for p in self._prompts] if self._share else [])
         self._stored = PrefixIndex(self._budget())
@@ -143,7 +144,7 @@ class BatchRun:
         """Forward what no stored prefix has, and store what later prompts need."""
         if not self._share:
             cache = self._new_cache()
-            return cache, self._forward.extend(ids, TransformersCache(cache)), Receipt(len(ids))
+            return cache, self._extend(ids, TransformersCache(cache)), Receipt(len(ids))
         turn = self._plan.next(ids)
         found, receipt = self._stored.take(ids)
         cache = self._new_cache() if found is None else found
@@ -155,7 +156,7 @@ class BatchRun:
         for end in ends:
             first = cache.position
             begin = self._clock.now()
-            logits = self._forward.extend(ids[first:end], adapter)
+            logits = self._extend(ids[first:end], adapter)
             took = self._clock.now() - begin
             for stop in stops:
                 if first < stop <= end:
@@ -164,6 +165,9 @@ class BatchRun:
                     self._stored.add(ids[:stop], prefix, seconds + part)
             seconds += took
         return cache, logits, receipt
+
+    def _extend(self, ids: list[int], cache: TransformersCache) -> torch.Tensor:
+        return self._forward.extend(ids, cache, self._options.prefill_chunk)
 
     def _ended(self, one: _InFlight) -> RowResult:
         """The result, complete, and counted."""
@@ -203,8 +207,10 @@ class BatchRun:
     def _new_summary(self, already_finished: int) -> BatchSummary:
         loaded, options = self._loaded, self._options
         size, notes = options.batch_size, []
-        if size > 1 and self._prompts:
-            ids = self._prompts[0].ids
+        ids = self._prompts[0].ids if self._prompts else []
+        if ids:
+            warm_up(loaded, self._forward, ids, self._new_cache())
+        if ids and size > 1:
             why = why_not_together(loaded, self._forward, self._specs, self._policy, ids)
             if why is not None:
                 size = 1
@@ -221,7 +227,7 @@ class BatchRun:
         dtype = str(loaded.dtype).removeprefix("torch.")
         return BatchSummary(
             model=model_facts(loaded, WeightReads(loaded.model).total, self._new_cache()),
-            environment=environment(loaded.model, loaded.device, dtype, None),
+            environment=environment(self._forward.attention, loaded.device, dtype, None),
             batch_size=size,
             shared=options.share_prefix,
             already_finished=already_finished,
@@ -231,8 +237,8 @@ class BatchRun:
 
     def _check_memory(self) -> None:
         longest = max(len(prompt.ids) + prompt.new_tokens - 1 for prompt in self._prompts)
-        chunk = max(len(prompt.ids) for prompt in self._prompts)
-        rows = min(self.summary.batch_size, len(self._prompts))
+        chunk = self._options.prefill_chunk or max(len(prompt.ids) for prompt in self._prompts)
+        rows = min(self._options.batch_size, len(self._prompts))
         demand = Demand(longest, self._policy, chunk, rows)
         itemsize, device = self._loaded.dtype.itemsize, str(self._loaded.device)
         check_before_growing(self._loaded.config, self._specs, itemsize, device, demand)

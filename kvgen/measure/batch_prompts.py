@@ -37,6 +37,8 @@ class BatchOptions:
     ignore_eos: bool = False
     cache: str = DEFAULT
     """The storage policy with its options, as ``find_policy`` reads it."""
+    prefill_chunk: int | None = None
+    """Forward prompts in pieces of at most this many tokens."""
     force: bool = False
     """Go on where memory is predicted not to suffice."""
 
