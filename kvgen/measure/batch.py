@@ -69,7 +69,7 @@ class BatchRun:
         check_ids(requests)
         self._loaded, self._options = loaded, options or BatchOptions()
         self._clock = clock or DeviceClock(loaded.device)
-        self._forward = Forward(loaded.model)
+        self._forward = Forward(loaded.model, loaded.attention)
         self._specs = specs_for(loaded.model)
         self._policy = policy_for(loaded.model, self._options.cache)
         prompts, self.rejected = prepare_prompts(loaded, requests, self._options)
