@@ -156,6 +156,7 @@ def batch(
             revision=revision,
             dtype=dtype.value,
             device=device,
+            attention=attention.value,
             trust_remote_code=trust_remote_code,
             offline=offline,
             attention=attention.value,

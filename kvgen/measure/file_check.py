@@ -58,7 +58,7 @@ def check_file(path: Path, loaded: LoadedModel, policy_text: str) -> FileCheck:
     file = open_for(path, fingerprint(loaded.model, loaded.tokenizer, specs, policy))
     stored, computed = policy.make(specs), policy.make(specs)
     load_cache(file, stored, loaded.device)
-    ids, forward = file.ids, Forward(loaded.model)
+    ids, forward = file.ids, Forward(loaded.model, loaded.attention)
     check_known(ids, loaded.model.get_input_embeddings().weight.shape[0])
     forward.extend(ids, TransformersCache(computed), _PIECE)
     dtype = str(loaded.dtype).removeprefix("torch.")
