@@ -47,6 +47,7 @@ NEWEST_KINDS = [
     "zaya",  # hybrid layers, some with a window
     "glm_moe_dsa",  # indexed
     "gemma3n_text",  # shared
+    "dots3_note_text",  # other sizes in layers with a window
 ]
 
 

@@ -159,7 +159,6 @@ def batch(
             attention=attention.value,
             trust_remote_code=trust_remote_code,
             offline=offline,
-            attention=attention.value,
             load_format=load_format.value,
         )
         use_threads(threads)
