@@ -54,6 +54,11 @@ class Prompt:
     sampling: SamplingOptions
     digest: str
 
+    @property
+    def tokens(self) -> int:
+        """Of the whole sequence that is stored: the last new token never is."""
+        return len(self.ids) + self.new_tokens - 1
+
 
 def prepare_prompts(
     loaded: LoadedModel, requests: Sequence[Request], options: BatchOptions
