@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
-from kvgen.engine.answer import Answer
+from kvgen.engine.answer import Answer, Ending
 from kvgen.engine.decoder import Decoder
 
 
@@ -32,7 +31,7 @@ class Reply:
         return self.new_ids[:-1] if self.ending == "end" else self.new_ids
 
     @property
-    def ending(self) -> Literal["length", "end", "stop"] | None:
+    def ending(self) -> Ending | None:
         """Why it has ended; ``None`` while it goes on, and for one that was left off."""
         return self._answer.reason
 
