@@ -79,6 +79,7 @@ def compare(
     device_map: shared.DeviceMapOption = DeviceMap.none,
     parallel: shared.ParallelOption = Parallel.none,
     rank_timeout: shared.RankTimeoutOption = ranks.TIMEOUT_S,
+    attention: shared.AttentionOption = shared.AttentionMode.auto,
     threads: shared.ThreadsOption = None,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
     offline: shared.OfflineOption = False,
@@ -255,6 +256,7 @@ def compare(
         device=device,
         trust_remote_code=trust_remote_code,
         offline=offline,
+        attention=attention.value,
         load_format=load_format.value,
         spread=spread,
     )

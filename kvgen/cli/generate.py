@@ -40,6 +40,7 @@ def generate(
     revision: shared.RevisionOption = None,
     dtype: shared.DtypeOption = shared.Dtype.auto,
     device: shared.DeviceOption = "auto",
+    attention: shared.AttentionOption = shared.AttentionMode.auto,
     threads: shared.ThreadsOption = None,
     load_format: shared.LoadFormatOption = shared.LoadFormat.auto,
     device_map: shared.DeviceMapOption = DeviceMap.none,
@@ -97,6 +98,8 @@ def generate(
             rich_help_panel=_CACHE,
         ),
     ] = Recompute.sampled,
+    prompt_cache: shared.PromptCacheOption = None,
+    prompt_cache_ro: shared.PromptCacheReadOnlyOption = False,
     warmup: Annotated[
         bool,
         option(
@@ -130,7 +133,14 @@ def generate(
         spread = begin(parallel, device_map, rank_timeout)
     if no_cache and prefill_chunk is not None:
         raise UsageError("--prefill-chunk needs the cache; leave out --no-cache")
-    policy = _policy_text(cache, cache_step, no_cache)
+    if prompt_cache is not None and no_cache:
+        raise UsageError("--prompt-cache needs the cache; leave out --no-cache")
+    if prompt_cache is not None and spread != "none":
+        raise UsageError(
+            "--prompt-cache is for a model on one device; leave out --parallel and --device-map"
+        )
+    shared.check_prompt_cache(prompt_cache, prompt_cache_ro)
+    policy = policy_text(cache, cache_step, no_cache)
     text = ranks.shared(lambda: read_prompt(prompt, prompt_file))
     view = View(
         Output(output if speaks() else None),
@@ -161,6 +171,8 @@ def generate(
             prefill_chunk=prefill_chunk,
             recompute=recompute.value,
             warmup=warmup,
+            prompt_cache=prompt_cache,
+            prompt_cache_read_only=prompt_cache_ro,
         )
         load = LoadOptions(
             model=model,
@@ -169,14 +181,15 @@ def generate(
             device=device,
             trust_remote_code=trust_remote_code,
             offline=offline,
+            attention=attention.value,
             load_format=load_format.value,
             spread=spread,
         )
-        run = _prepare(load, options, threads, quiet)
+        run = prepare(load, options, threads, quiet)
     return view.show(run)
 
 
-def _policy_text(cache: str | None, step: int | None, no_cache: bool) -> str:
+def policy_text(cache: str | None, step: int | None, no_cache: bool) -> str:
     """The storage policy that the options name, found to be one."""
     from kvgen.cache.policies import DEFAULT, find_policy
 
@@ -191,7 +204,7 @@ def _policy_text(cache: str | None, step: int | None, no_cache: bool) -> str:
     return name
 
 
-def _prepare(
+def prepare(
     load: LoadOptions, options: GenerationOptions, threads: int | None, quiet: bool
 ) -> GenerationRun:
     """Everything before the first token."""

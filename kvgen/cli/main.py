@@ -15,6 +15,7 @@ import typer
 
 from kvgen import __version__
 from kvgen.cli.batch import batch
+from kvgen.cli.cache import cache_app
 from kvgen.cli.chat import chat
 from kvgen.cli.compare import compare
 from kvgen.cli.explain import explain
@@ -47,6 +48,7 @@ app.command()(report)
 app.command()(size)
 app.command()(explain)
 app.command()(verify)
+app.add_typer(cache_app, name="cache")
 
 
 def _show_version(wanted: bool) -> None:

@@ -39,6 +39,7 @@ def verify(
     device_map: shared.DeviceMapOption = DeviceMap.none,
     parallel: shared.ParallelOption = Parallel.none,
     rank_timeout: shared.RankTimeoutOption = ranks.TIMEOUT_S,
+    attention: shared.AttentionOption = shared.AttentionMode.auto,
     threads: shared.ThreadsOption = None,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
     offline: shared.OfflineOption = False,
@@ -80,6 +81,7 @@ def verify(
         trust_remote_code=trust_remote_code,
         offline=offline,
         spread=spread,
+        attention=attention.value,
     )
     check_heads(load)
     with loading(quiet) as progress:

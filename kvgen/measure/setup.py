@@ -113,7 +113,9 @@ def prepare(
     cache = KVCache(specs_for(loaded.model))
     record = Comparison(
         model=model_facts(loaded, reference.weights.total, cache),
-        environment=environment(loaded.model, loaded.device, reference.facts.dtype, bandwidth),
+        environment=environment(
+            reference.forward.attention, loaded.device, reference.facts.dtype, bandwidth
+        ),
         random_weights=loaded.source.kind == "random weights",
         prompt=options.prompt or "",
         prompt_source=source,

@@ -88,6 +88,7 @@ def load_model(options: LoadOptions, progress: ProgressCallback | None = None) -
         tokenizer_s=tokenized - checked,
         convert_s=convert_s,
         rotary_change=rotary_change(decoder),
+        attention=options.attention,
     )
 
 

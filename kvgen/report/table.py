@@ -8,6 +8,7 @@ from rich.text import Text
 
 from kvgen.measure.environment import busy
 from kvgen.measure.records import Generation, RankShares, Step
+from kvgen.report.receipt import receipt_lines
 from kvgen.report.units import bytes_text, seconds_text, visible
 
 _FIRST_ROWS = 5
@@ -60,7 +61,8 @@ def _header(record: Generation) -> list[str]:
         second += ", no KV cache"
     else:
         second += f", {bytes_text(model.kv_bytes_per_token)} of KV cache per token"
-    return [first, second]
+    receipt = receipt_lines(record.reuse, record.kept) if record.reuse else []
+    return [first, second, *receipt]
 
 
 def _table(record: Generation, trace: bool) -> Table:
