@@ -18,7 +18,9 @@ def working_bytes(
 ) -> int:
     """Bytes for a forward of ``chunk`` tokens that ends a sequence of ``tokens``."""
     hidden = fields.integer("hidden_size", "n_embd", "d_model") or 0
-    width = fields.integer("intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
+    each_width = fields.get("intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
+    # Some models give every layer its own.
+    width: int = max(each_width) if isinstance(each_width, list | tuple) else each_width
     experts = fields.integer("num_experts_per_tok") or 0
     expert_width = (fields.integer("moe_intermediate_size") or width) * experts
     heads = fields.integer("num_attention_heads", "n_head", "num_heads", "n_heads") or 1
