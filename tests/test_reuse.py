@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from kvgen.cache.manager import KVCache
 from kvgen.cache.prefix_index import PrefixIndex
-from kvgen.cache.reuse import ONE_TOKEN, common_prefix, take_up
+from kvgen.cache.reuse import ONE_TOKEN, take_up
 from kvgen.cache.spec import FULL, SLIDING, LayerSpec
+from kvgen.cache.trie import common_prefix
 
 WINDOW = 8
 

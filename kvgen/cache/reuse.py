@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvgen.cache.manager import KVCache
+from kvgen.cache.trie import common_prefix
 
 ONE_TOKEN = "the last prompt token is always forwarded: its logits give the first new token"
 
@@ -32,14 +33,6 @@ class Receipt:
     def computed(self) -> int:
         """Tokens that are still to be forwarded."""
         return self.submitted - self.reused
-
-
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Tokens that both begin with."""
-    for index, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
-            return index
-    return min(len(first), len(second))
 
 
 def cannot_serve(cache: KVCache, tokens: int) -> str | None:

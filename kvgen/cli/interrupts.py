@@ -7,11 +7,14 @@ therefore noted, and raised again where the preparation ends.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from kvgen.errors import KvgenError
+from kvgen.models.ranks import Ranks
+
+INTERRUPTED = 130
 
 _noted = False
 
@@ -19,13 +22,32 @@ _noted = False
 class InterruptedEarlyError(KvgenError):
     """Ctrl-C before there was anything to keep."""
 
-    exit_code = 130
+    exit_code = INTERRUPTED
 
 
 def note_interrupts() -> None:
     """Note every Ctrl-C from now on; not where the caller has it ignored, as ``nohup`` does."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _note)
+
+
+def stop_together(ranks: Ranks) -> None:
+    """Have Ctrl-C and SIGTERM wait for the moment at which all ranks can stop.
+
+    A second one does not wait. SIGTERM is what ``torchrun`` sends to the ranks that are left.
+    """
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if ranks.settled:
+            return  # it is ending already
+        ranks.stop_asked += 1
+        ranks.interrupted |= number == signal.SIGINT
+        if not ranks.lockstep or ranks.stop_asked > 1:
+            _note(number, frame)
+
+    for one in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(one) is not signal.SIG_IGN:
+            signal.signal(one, note)
 
 
 @contextmanager
@@ -40,6 +62,30 @@ def preparing() -> Iterator[None]:
         raise
     if _noted:
         raise InterruptedEarlyError("interrupted")
+
+
+@contextmanager
+def stopping() -> Iterator[Callable[[], bool]]:
+    """Whether a Ctrl-C has come during the block, which it does not break off; a second one does.
+
+    Where the caller has it ignored, it stays so.
+    """
+    came = False
+
+    def note(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: came
+    finally:
+        if before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, before)
 
 
 def _note(_signal: int, _frame: FrameType | None) -> None:

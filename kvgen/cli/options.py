@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvgen.cli.parallel import DeviceMap, Parallel
 from kvgen.errors import UsageError
 
 
@@ -108,7 +109,15 @@ class LoadFormat(str, Enum):
     dummy = "dummy"
 
 
-_MODEL, _OUTPUT = "Model", "Output"
+class AttentionMode(str, Enum):
+    """Whose code a single token attends with."""
+
+    auto = "auto"
+    model = "model"
+    kvgen = "kvgen"
+
+
+_MODEL, _TOKENS, _CACHE, _OUTPUT = "Model", "Tokens", "Cache and measuring", "Output"
 
 ModelOption = Annotated[
     str | None,
@@ -136,9 +145,42 @@ LoadFormatOption = Annotated[
 DeviceOption = Annotated[
     str, option("--device", help="auto, cpu, cuda, cuda:N or mps.", rich_help_panel=_MODEL)
 ]
+AttentionOption = Annotated[
+    AttentionMode,
+    option(
+        "--attention",
+        help="Of single tokens: the model's own, or kvgen's; auto: the faster.",
+        rich_help_panel=_MODEL,
+    ),
+]
 ThreadsOption = Annotated[
     int | None,
     option("--threads", min=1, help="CPU threads of one operation.", rich_help_panel=_MODEL),
+]
+DeviceMapOption = Annotated[
+    DeviceMap,
+    option(
+        "--device-map",
+        help="auto: whole layers spread over the devices of this machine.",
+        rich_help_panel=_MODEL,
+    ),
+]
+ParallelOption = Annotated[
+    Parallel,
+    option(
+        "--parallel",
+        help="tensor: the model shared out over the ranks that torchrun started.",
+        rich_help_panel=_MODEL,
+    ),
+]
+RankTimeoutOption = Annotated[
+    int,
+    option(
+        "--rank-timeout",
+        min=1,
+        help="Seconds after which a rank that does not answer ends the run.",
+        rich_help_panel=_MODEL,
+    ),
 ]
 TrustRemoteCodeOption = Annotated[
     bool,
@@ -163,11 +205,62 @@ PromptFileOption = Annotated[
     Path | None, option("--prompt-file", help="Read the prompt from a file.")
 ]
 ChatOption = Annotated[
-    bool, option("--chat", help="Wrap the prompt in the chat template.", rich_help_panel="Tokens")
+    bool, option("--chat", help="Wrap the prompt in the chat template.", rich_help_panel=_TOKENS)
 ]
 SystemOption = Annotated[
     str | None,
-    option("--system", help="System message; implies --chat.", rich_help_panel="Tokens"),
+    option("--system", help="System message; implies --chat.", rich_help_panel=_TOKENS),
+]
+TemperatureOption = Annotated[
+    float, option("--temperature", help="0 is greedy.", rich_help_panel=_TOKENS)
+]
+TopKOption = Annotated[
+    int | None, option("--top-k", help="Only the k likeliest.", rich_help_panel=_TOKENS)
+]
+TopPOption = Annotated[
+    float | None,
+    option("--top-p", help="The likeliest, up to probability p.", rich_help_panel=_TOKENS),
+]
+MinPOption = Annotated[
+    float | None,
+    option(
+        "--min-p",
+        help="Those at least this fraction as likely as the likeliest.",
+        rich_help_panel=_TOKENS,
+    ),
+]
+RepetitionPenaltyOption = Annotated[
+    float,
+    option(
+        "--repetition-penalty",
+        help="Above 1: tokens that were there become less likely.",
+        rich_help_panel=_TOKENS,
+    ),
+]
+SeedOption = Annotated[
+    int | None,
+    option("--seed", min=0, help="The same seed gives the same text.", rich_help_panel=_TOKENS),
+]
+StopOption = Annotated[
+    list[str] | None,
+    option("--stop", help="End before this text; repeatable.", rich_help_panel=_TOKENS),
+]
+CacheOption = Annotated[
+    str | None,
+    option(
+        "--cache",
+        help="How pairs are stored: step, exact, int8, int4 or window:N,sink:M.  [default: step]",
+        rich_help_panel=_CACHE,
+    ),
+]
+PrefillChunkOption = Annotated[
+    int | None,
+    option(
+        "--prefill-chunk",
+        min=1,
+        help="Forward the prompt in pieces of this many tokens.",
+        rich_help_panel=_CACHE,
+    ),
 ]
 OutputOption = Annotated[
     Path | None,

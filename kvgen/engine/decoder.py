@@ -7,6 +7,7 @@ is always everything.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from kvgen.cache.adapter import TransformersCache
 from kvgen.cache.manager import KVCache
 from kvgen.engine.forward import Forward
 from kvgen.engine.sampling import Sampler
+from kvgen.models.ranks import agreed
 
 
 class Token(NamedTuple):
@@ -50,10 +52,23 @@ class Decoder:
         self._chunk = prefill_chunk
         self._adapter = None if cache is None else TransformersCache(cache)
 
+    def prefill(self) -> Iterator[int]:
+        """Forward what is pending piece by piece, all but the last one, which ``step`` takes.
+
+        Yields the tokens still pending after each, so that whoever asks can stop between them.
+        """
+        if self.cache is None or self._adapter is None or self._chunk is None:
+            return
+        while (pending := len(self.ids) - self.cache.position) > self._chunk:
+            begin = self.cache.position
+            piece = self.ids[begin : begin + self._chunk]
+            self._forward.extend(piece, self._adapter)
+            yield pending - self._chunk
+
     def step(self) -> Token:
         """Forward what is pending and append one token."""
         logits = self._logits()
-        token = Token(self._sampler.choose(logits, self.ids), logits)
+        token = Token(agreed(self._sampler.choose(logits, self.ids)), logits)
         self.ids.append(token.id)
         return token
 

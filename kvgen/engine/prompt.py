@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvgen.errors import InputError, ModelError, UsageError
+
+Message = dict[str, str]
+"""One part of a conversation: its ``role`` (system, user or assistant) and its ``content``."""
 
 
 def encode(tokenizer: Any, text: str, chat: bool = False, system: str | None = None) -> list[int]:
@@ -15,6 +19,18 @@ def encode(tokenizer: Any, text: str, chat: bool = False, system: str | None = N
     and nothing is added to what the template writes. Raises ``InputError`` for an empty prompt
     and ``UsageError`` when there is no template.
     """
+    check_text(text)
+    if chat:
+        ids = encode_chat(tokenizer, messages_for(text, system))
+    else:
+        ids = tokenizer(text, verbose=False)["input_ids"]
+    if not ids:
+        raise InputError("the prompt holds no tokens for this model's tokenizer")
+    return list(ids)
+
+
+def check_text(text: str) -> None:
+    """Raise ``InputError`` for a text that is empty or cannot be written as UTF-8."""
     if not text:
         raise InputError("the prompt is empty; give at least one character of text")
     try:
@@ -23,24 +39,26 @@ def encode(tokenizer: Any, text: str, chat: bool = False, system: str | None = N
         raise InputError(
             f"the prompt is not valid text: character {error.start} is half of a surrogate pair"
         ) from error
-    if chat:
-        ids = _encode_chat(tokenizer, text, system)
-    else:
-        ids = tokenizer(text, verbose=False)["input_ids"]
-    if not ids:
-        raise InputError("the prompt holds no tokens for this model's tokenizer")
-    return list(ids)
 
 
-def _encode_chat(tokenizer: Any, text: str, system: str | None) -> list[int]:
+def messages_for(text: str, system: str | None = None) -> list[Message]:
+    """A conversation's first question, after the system message if there is one."""
+    first = [{"role": "system", "content": system}] if system is not None else []
+    return [*first, {"role": "user", "content": text}]
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """The ids of a conversation in the model's own template, up to where the answer begins.
+
+    Raises ``UsageError`` when there is no template or it refuses the conversation.
+    """
     if not getattr(tokenizer, "chat_template", None):
-        raise UsageError("this model has no chat template; leave out --chat, or use a chat model")
-    messages = [{"role": "user", "content": text}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
+        raise UsageError(
+            "this model has no chat template; use a chat model, or generate without --chat"
+        )
     try:
         rendered = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False
+            list(messages), add_generation_prompt=True, tokenize=False
         )
     except Exception as error:  # templates are programs of the model's author
         raise UsageError(f"the model's chat template refuses this conversation: {error}") from error

@@ -13,8 +13,9 @@ from pathlib import Path
 from kvgen.cache.disk import CacheFile
 from kvgen.cache.fingerprint import Fingerprint, fingerprint
 from kvgen.cache.manager import KVCache
-from kvgen.cache.reuse import Receipt, common_prefix, goes_back, take_up
+from kvgen.cache.reuse import Receipt, goes_back, take_up
 from kvgen.cache.saving import load_cache, open_for, save_cache
+from kvgen.cache.trie import common_prefix
 from kvgen.measure.clock import Clock
 from kvgen.measure.records import Kept, Reuse
 from kvgen.models import LoadedModel

@@ -184,6 +184,25 @@ class ModelFacts:
 
 
 @dataclass
+class RankShares:
+    """A run over several ranks: what each of them holds at the end, in rank order. Bytes elsewhere
+    in the record are those of rank 0.
+    """
+
+    size: int
+    backend: str
+    """What carries tensors between them."""
+    weight_bytes: list[int]
+    """Weights and buffers. Bytes."""
+    kv_bytes_used: list[int]
+    """Pairs held, counted on the tensors. Bytes."""
+    kv_bytes_allocated: list[int]
+    """Storage owned for them. Bytes."""
+    kv_bytes_formula: int | None
+    """What the formula gives for a rank. Bytes."""
+
+
+@dataclass
 class Generation:
     """One run of ``kvgen generate``, whole or as far as it came."""
 
@@ -211,3 +230,5 @@ class Generation:
     """Absent without a prompt-cache file that may be written."""
     notes: list[str] = field(default_factory=list)
     """What a reader must know to read the numbers right."""
+    ranks: RankShares | None = None
+    """Absent where one process runs the whole model."""

@@ -12,29 +12,22 @@ from typing import Literal
 import torch
 
 from kvgen.cache.adapter import continues_prefill, policy_for, specs_for
-from kvgen.cache.manager import KVCache
-from kvgen.cache.policies import DEFAULT, find_policy
+from kvgen.cache.policies import DEFAULT
 from kvgen.engine.decoder import Decoder
 from kvgen.engine.forward import Forward
 from kvgen.engine.prompt import check_fits, check_known, encode
 from kvgen.engine.sampling import Sampler, SamplingOptions
 from kvgen.engine.text import IncrementalText, StopStrings
-from kvgen.errors import DisagreementError, UsageError
-from kvgen.measure.clock import Clock, DeviceClock
+from kvgen.errors import UsageError
+from kvgen.measure.clock import Clock, clock_for
 from kvgen.measure.environment import environment
-from kvgen.measure.facts import model_facts
+from kvgen.measure.facts import device_note, is_spread, model_facts, rank_shares
 from kvgen.measure.guard import Demand, check_before_growing
 from kvgen.measure.prompt_cache import PromptCache
 from kvgen.measure.recompute import KeptLogits, fill_in, recompute
 from kvgen.measure.records import Generation, Kept, Reuse, Step, Totals
 from kvgen.measure.roofline import WeightReads, measured_bandwidth
-from kvgen.measure.verdict import (
-    compare_step,
-    judge,
-    largest_logit,
-    lossy_tolerance,
-    tolerance,
-)
+from kvgen.measure.warmup import warm_up
 from kvgen.models import LoadedModel
 from kvgen.storage import cache_root
 
@@ -81,7 +74,7 @@ class GenerationRun:
         """Tokenizes the prompt and warms up. Raises ``InputError`` if the prompt does not fit."""
         self._loaded = loaded
         self._options = options
-        self._clock = clock or DeviceClock(loaded.device)
+        self._clock = clock or clock_for(loaded.device)
         self._dtype = str(loaded.dtype).removeprefix("torch.")
         begin = self._clock.now()
         ids = encode(loaded.tokenizer, options.prompt, options.chat, options.system)
@@ -90,7 +83,7 @@ class GenerationRun:
         room = check_fits(len(ids), options.max_new_tokens, loaded.context_limit)
         wanted = options.max_new_tokens or min(DEFAULT_NEW_TOKENS, room or DEFAULT_NEW_TOKENS)
 
-        self._forward = Forward(loaded.model)
+        self._forward = Forward(loaded.model, loaded.attention)
         self._weights = WeightReads(loaded.model)
         policy = policy_for(loaded.model, options.cache) if options.cached else None
         specs = specs_for(loaded.model) if options.cached else []
@@ -110,7 +103,7 @@ class GenerationRun:
             cache = self._cache
             self._file = PromptCache(options.prompt_cache, writes, loaded, cache, self._clock)
             reuse = self._file.take(ids, options.chat)
-        if not options.force:
+        if not options.force and not is_spread(loaded.model):
             demand = Demand(tokens, policy, chunk or reuse.computed)
             itemsize = loaded.dtype.itemsize
             check_before_growing(loaded.config, specs, itemsize, str(loaded.device), demand)
@@ -123,10 +116,10 @@ class GenerationRun:
         self._detokenize_s = 0.0
         bandwidth = measured_bandwidth(loaded.device, torch.get_num_threads(), cache_root())
         if options.warmup:
-            self._warm_up(ids)
+            warm_up(loaded, self._forward, ids, policy.make(specs) if policy else None)
         self.record = Generation(
             model=model_facts(loaded, self._weights.total, self._cache),
-            environment=environment(loaded.model, loaded.device, self._dtype, bandwidth),
+            environment=environment(self._forward.attention, loaded.device, self._dtype, bandwidth),
             cached=options.cached,
             cache=options.cache if options.cached else None,
             prompt=options.prompt,
@@ -172,6 +165,11 @@ class GenerationRun:
             self._recompute()
         if self._cache is not None:
             record.kv_bytes_formula = self._cache.bytes_formula(self._loaded.dtype.itemsize)
+        if record.finish_reason != "memory":  # which befalls one rank, not all
+            itemsize = self._loaded.dtype.itemsize
+            record.ranks = rank_shares(self._weights.total, self._cache, itemsize)
+        if self._cache is not None and is_spread(self._loaded.model):
+            record.notes.append(device_note(self._cache))
         if record.steps:
             record.totals = self._totals()
         return record
@@ -238,37 +236,6 @@ class GenerationRun:
             self.record.stop_string = self._stops.found
         self.record.text += rest
         return rest
-
-    def _warm_up(self, ids: list[int]) -> None:
-        """Both shapes once, on a cache of its own: a few tokens together, then one alone.
-
-        With a cache that is also a first proof: raises ``DisagreementError`` before any text is
-        shown when the model predicts otherwise with it than without.
-        """
-        cache = None
-        if self._cache is not None:
-            cache = KVCache(self._cache.specs, policy=find_policy(self._options.cache))
-        decoder = Decoder(self._forward, ids[:8], Sampler(SamplingOptions()), cache)
-        decoder.step()
-        token = decoder.step()
-        if cache is None:
-            return
-        logits = self._forward.uncached(decoder.ids[:-1])
-        largest = largest_logit(logits)
-        limit = tolerance(self._dtype, largest)
-        change = self._loaded.rotary_change
-        rescaled_from = 0 if change is not None and len(decoder.ids) > change else None
-        lossy = lossy_tolerance(cache.policy.tolerance, largest)
-        check = judge([compare_step(1, token.logits, logits)], limit, rescaled_from, lossy)
-        if check.verdict == "broken":
-            config = self._loaded.config
-            why = "it does not attend causally, or keeps a state that no cache reaches"
-            if getattr(config, "is_decoder", None) is False:
-                why = "its configuration says is_decoder = false, so it attends in both directions"
-            raise DisagreementError(
-                f"{config.model_type} predicts otherwise with a cache than without (max |Δlogit| "
-                f"{check.max_abs_logit_difference:.1e}): {why}; run it without one: --no-cache"
-            )
 
     def _kept_limit(self, new_tokens: int) -> int:
         mode = self._options.recompute

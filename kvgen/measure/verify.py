@@ -66,14 +66,17 @@ class Verifier:
         limit: float | None = None,
         step: int = 256,
         longest: int = 1024,
+        attention: str = "auto",
     ) -> None:
         """Logits may differ by ``limit``, by default what the model's dtype explains.
 
         ``step`` is the slots that buffers grow by. ``longest`` is how many tokens passing a window
-        may take. Raises ``ModelError`` for a model that the cache does not serve.
+        may take. ``attention`` is what single tokens attend with. Raises ``ModelError`` for a model
+        that the cache does not serve.
         """
         self._model = model
-        self._forward = Forward(model)
+        self._forward = Forward(model, attention)
+        self.attention = self._forward.attention
         self._specs = specs_for(model)
         self._many = continues_prefill(model, self._specs)
         self._pads = takes_padding(model)
