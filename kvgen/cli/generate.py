@@ -169,6 +169,8 @@ def generate(
     """
     from kvgen.cli.streams import Output, read_prompt
 
+    if "" in (stop or ()):
+        raise UsageError("--stop needs text; an empty one would end everything at once")
     if no_cache and prefill_chunk is not None:
         raise UsageError("--prefill-chunk needs the cache; leave out --no-cache")
     policy = _policy_text(cache, cache_step, no_cache)

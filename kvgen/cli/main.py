@@ -22,6 +22,7 @@ from kvgen.cli.ordered import OrderedCommand
 from kvgen.cli.report import report
 from kvgen.cli.size import size
 from kvgen.cli.streams import ReaderLeftError, leave_streams, prepare_streams
+from kvgen.cli.verbatim import VerbatimCommand
 from kvgen.cli.verify import verify
 from kvgen.errors import KvgenError
 from kvgen.report.units import visible
@@ -36,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(generate)
+app.command(cls=VerbatimCommand)(generate)
 app.command(cls=OrderedCommand)(compare)
 app.command()(report)
 app.command()(size)
@@ -90,9 +91,14 @@ def run(arguments: list[str]) -> int:
             raise
         if hasattr(error, "format_message"):  # what the argument parser raises
             return _fail(_explained(error), getattr(error, "exit_code", 2))
-        if type(error).__name__ in ("Abort", "OutOfMemoryError"):
-            return _fail(str(error) or "aborted", 4 if "Memory" in type(error).__name__ else 130)
-        return _fail(f"internal error: {type(error).__name__}: {error} (--debug shows where)", 1)
+        if type(error).__name__ == "Abort":
+            return _fail(str(error) or "aborted", INTERRUPTED)
+        from kvgen.models.failures import is_out_of_memory, one_line
+
+        if is_out_of_memory(error):
+            return _fail("out of memory", 4)
+        what = f"{type(error).__name__}: {one_line(error)}"
+        return _fail(f"internal error: {what} (--debug shows where)", 1)
     return code if isinstance(code, int) else 0
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvgen.cache.adapter import TransformersCache
 from kvgen.cache.manager import KVCache
+from kvgen.engine.finite import NotFiniteError
 from kvgen.engine.forward import Forward
 from kvgen.engine.sampling import Sampler
 
@@ -40,6 +41,7 @@ class Decoder:
         ``prefill_chunk`` bounds the tokens of one forward.
         """
         self.ids = list(prompt_ids)
+        self._prompt_tokens = len(prompt_ids)
         self.cache = cache
         self._forward = forward
         self._sampler = sampler
@@ -47,9 +49,16 @@ class Decoder:
         self._adapter = None if cache is None else TransformersCache(cache)
 
     def step(self) -> Token:
-        """Forward what is pending and append one token."""
+        """Forward what is pending and append one token.
+
+        Raises ``ModelError`` naming step and layer when the logits are no finite numbers.
+        """
         logits = self._logits()
-        token = Token(self._sampler.choose(logits, self.ids), logits)
+        try:
+            token = Token(self._sampler.choose(logits, self.ids), logits)
+        except NotFiniteError as error:
+            step = len(self.ids) - self._prompt_tokens
+            raise self._forward.not_finite(self.ids, step) from error
         self.ids.append(token.id)
         return token
 

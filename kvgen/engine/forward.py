@@ -18,6 +18,7 @@ from kvgen.cache.quirks import (
     state_holders,
     take_back_states,
 )
+from kvgen.engine.finite import NotFiniteError, first_not_finite, told
 
 
 class Forward:
@@ -111,6 +112,13 @@ class Forward:
         Returns the logits ``[vocab]`` that follow the last id.
         """
         return self._run(ids, **self._inputs(len(ids), cache, position), **self._last_only)[-1]
+
+    def not_finite(self, ids: list[int], step: int) -> NotFiniteError:
+        """The error for logits after ``ids`` that are not finite: forwards once more to find where
+        it begins.
+        """
+        place = first_not_finite(self._model, lambda: self.uncached(ids))
+        return NotFiniteError(told(f"at step {step}, {place}"))
 
     def _run_cached(self, ids: list[int], cache: TransformersCache, **more: Any) -> Tensor:
         inputs = self._inputs(len(ids), cache, cache.kv.position)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvgen.errors import InputError, ModelError, UsageError
+from kvgen.models.failures import failing_as_model_error
 
 
 def encode(tokenizer: Any, text: str, chat: bool = False, system: str | None = None) -> list[int]:
@@ -23,10 +24,11 @@ def encode(tokenizer: Any, text: str, chat: bool = False, system: str | None = N
         raise InputError(
             f"the prompt is not valid text: character {error.start} is half of a surrogate pair"
         ) from error
-    if chat:
-        ids = _encode_chat(tokenizer, text, system)
-    else:
-        ids = tokenizer(text, verbose=False)["input_ids"]
+    with failing_as_model_error("the model's tokenizer fails on the prompt"):
+        if chat:
+            ids = _encode_chat(tokenizer, text, system)
+        else:
+            ids = tokenizer(text, verbose=False)["input_ids"]
     if not ids:
         raise InputError("the prompt holds no tokens for this model's tokenizer")
     return list(ids)

@@ -134,6 +134,8 @@ class ExplanationRun:
         was = [holdings.before(layer) for layer in kv.layers]
         logits, seen = self._watched(fed)
         self._rows.append(logits)
+        if not logits[-1].max().isfinite():
+            raise self._forward.not_finite(self._ids, len(record.stages))
         states = [holdings.after(i, la, was[i]) for i, la in enumerate(kv.layers)]
         attention = _attention(self._layer, seen, len(fed))
         work = record.work
