@@ -120,7 +120,7 @@ _ITEM = (*_ROW, "results", 0)
 
 RESULTS = [
     *(
-        file_case(f"result of {text[:20]!r}", "result.json", text, _SHOW, 2, says)
+        file_case(f"result of {text[:40]!r}", "result.json", text, _SHOW, 2, says)
         for text, says in (
             ("", "is not JSON"),
             ("{", "is not JSON"),
@@ -136,7 +136,7 @@ RESULTS = [
     *(_edited(f"no {key}", (key,), DROP, f"{key} is missing") for key in ("rows", "runs", "fits")),
     *(_edited(f"wrong {key}", (key,), 5, f"{key} must be an ") for key in ("model", "contestants")),
     *(_edited(f"no entry in {key}", (key,), [], "empty") for key in ("contestants", "depths")),
-    _edited("no rows", ("rows",), [], "its rows are not those of its depths"),
+    _edited("empty rows", ("rows",), [], "its rows are not those of its depths"),
     _edited("another depth", (*_ROW, "depth"), -3, "its rows are not those of its depths"),
     _edited("no results", (*_ROW, "results"), [], "are not those of its contestants"),
     _edited("an unknown name", (*_ITEM, "contestant"), "nobody", "not those of its contestants"),

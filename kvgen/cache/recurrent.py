@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, cat
 from torch.nn.functional import pad
+
+from kvgen.cache.state import State
 
 
 class States:
@@ -100,6 +102,47 @@ class States:
         twin._convolution = {index: state.clone() for index, state in self._convolution.items()}
         twin._recurrent = {index: state.clone() for index, state in self._recurrent.items()}
         return twin
+
+    def state(self) -> State:
+        """Every state under its index."""
+        state = State()
+        for name, kept in self._named().items():
+            state.put(name, State({str(index): one for index, one in kept.items()}))
+        return state
+
+    def load(self, state: State) -> None:
+        """Take the place of the states that gave ``state``."""
+        for name, kept in self._named().items():
+            kept.clear()
+            kept |= {int(index): one for index, one in state.part(name).tensors.items()}
+        self.used = False
+
+    def _named(self) -> dict[str, dict[int, Tensor]]:
+        return {"convolution": self._convolution, "recurrent": self._recurrent}
+
+    def stack(self, others: Sequence[States]) -> None:
+        """Hold the sequences of all ``others``, which have seen a token each."""
+        self._convolution = _joined([states._convolution for states in others])
+        self._recurrent = _joined([states._recurrent for states in others])
+
+    def put(self, row: int, other: States) -> None:
+        """Replace the sequences from ``row`` on by those of ``other``."""
+        pairs = [(self._convolution, other._convolution), (self._recurrent, other._recurrent)]
+        for mine, theirs in pairs:
+            for index, state in theirs.items():
+                mine[index][row : row + state.shape[0]] = state
+
+    def keep(self, rows: list[int]) -> None:
+        """Keep only these sequences."""
+        self._convolution = {i: state[rows] for i, state in self._convolution.items()}
+        self._recurrent = {i: state[rows] for i, state in self._recurrent.items()}
+
+    def drop_first(self, tokens: int) -> None:
+        """Nothing to do: a state holds no padding."""
+
+
+def _joined(each: Sequence[dict[int, Tensor]]) -> dict[int, Tensor]:
+    return {index: cat([states[index] for states in each]) for index in each[0]}
 
 
 def _replace(kept: dict[int, Tensor], index: int, state: Tensor) -> Tensor:

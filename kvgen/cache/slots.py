@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvgen.cache.state import State, parallel_state
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -117,6 +119,51 @@ class TokenSlots:
         twin.length = self.length
         twin._buffers = tuple(buffer[:, :, self._start :].clone() for buffer in self._buffers)
         return twin
+
+    def state(self) -> State:
+        """What is held, and the tokens seen."""
+        return parallel_state(self.views, length=self.length)
+
+    def load(self, state: State) -> None:
+        """Take the place of the slots that gave ``state``."""
+        self.length, self._start = state.numbers["length"], 0
+        self._buffers = state.parallel()
+
+    def stack(self, others: Sequence[TokenSlots]) -> None:
+        """Hold the sequences of all ``others``, which end together; the shorter begin with zeros.
+
+        Padding is never garbage: masked attention still multiplies it by 0, and 0 * NaN is NaN.
+        """
+        self.length = max(slots.length for slots in others)
+        self._start, self._buffers = 0, ()
+        batch, capacity = 0, self._grown(self.held)
+        rows = sum(slots._buffers[0].shape[0] for slots in others)
+        self._buffers = tuple(
+            buffer.new_zeros((rows, buffer.shape[1], capacity, buffer.shape[3]))
+            for buffer in others[0]._buffers
+        )
+        for slots in others:
+            self.put(batch, slots)
+            batch += slots._buffers[0].shape[0]
+
+    def put(self, row: int, other: TokenSlots) -> None:
+        """Replace the sequences from ``row`` on by those of ``other``, no longer than these.
+
+        They end at the same slot; older slots of a shorter one are padding.
+        """
+        end = self._start + self.held
+        for buffer, view in zip(self._buffers, other.views, strict=True):
+            buffer[row : row + view.shape[0], :, end - other.held : end] = view
+
+    def keep(self, rows: list[int]) -> None:
+        """Keep only these sequences."""
+        self._buffers = tuple(buffer[rows] for buffer in self._buffers)
+
+    def drop_first(self, tokens: int) -> None:
+        """Forget the first ``tokens`` tokens ever seen, held or not; nothing moves."""
+        before = self.held
+        self.length -= tokens
+        self._start += before - self.held
 
     def _pass_through(self, news: Sequence[Tensor], held: int) -> tuple[Tensor, ...]:
         """A chunk larger than the window's slack: hand all of it on, keep only its tail.

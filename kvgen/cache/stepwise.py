@@ -13,6 +13,7 @@ from kvgen.cache.slots import TokenSlots
 from kvgen.cache.spec import LayerSpec
 from kvgen.errors import UsageError
 
+PLAIN = "plain"
 _MOST = 1 << 24  # beyond every model's positions
 
 
@@ -35,6 +36,11 @@ class Step(Policy):
         """As asked for."""
         return self.step
 
+    @property
+    def stored(self) -> str:
+        """Pairs as they are, whatever room is made for more."""
+        return PLAIN
+
     def pair_bytes(self, spec: LayerSpec, tokens: int, itemsize: int) -> int:
         """Every number in the model's dtype."""
         return spec.pair_bytes(tokens, itemsize)
@@ -56,6 +62,11 @@ class Exact(Policy):
         """Raises ``UsageError`` for less than 1 token."""
         if self.tokens is not None and self.tokens < 1:
             raise UsageError(f"exact,tokens:N needs at least 1 token, not {self.tokens}")
+
+    @property
+    def stored(self) -> str:
+        """Pairs as they are, whatever room is made for more."""
+        return PLAIN
 
     def pair_bytes(self, spec: LayerSpec, tokens: int, itemsize: int) -> int:
         """Every number in the model's dtype."""

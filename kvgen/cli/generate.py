@@ -52,50 +52,19 @@ def generate(
             rich_help_panel=_TOKENS,
         ),
     ] = None,
-    temperature: Annotated[
-        float, option("--temperature", help="0 is greedy.", rich_help_panel=_TOKENS)
-    ] = 0.0,
-    top_k: Annotated[
-        int | None, option("--top-k", help="Only the k likeliest.", rich_help_panel=_TOKENS)
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        option("--top-p", help="The likeliest, up to probability p.", rich_help_panel=_TOKENS),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        option(
-            "--min-p",
-            help="Those at least this fraction as likely as the likeliest.",
-            rich_help_panel=_TOKENS,
-        ),
-    ] = None,
-    repetition_penalty: Annotated[
-        float,
-        option(
-            "--repetition-penalty",
-            help="Above 1: tokens that were there become less likely.",
-            rich_help_panel=_TOKENS,
-        ),
-    ] = 1.0,
-    seed: Annotated[
-        int | None,
-        option(
-            "--seed",
-            min=0,
-            help="The same seed gives the same text.",
-            rich_help_panel=_TOKENS,
-        ),
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        option("--stop", help="End before this text; repeatable.", rich_help_panel=_TOKENS),
-    ] = None,
+    temperature: shared.TemperatureOption = 0.0,
+    top_k: shared.TopKOption = None,
+    top_p: shared.TopPOption = None,
+    min_p: shared.MinPOption = None,
+    repetition_penalty: shared.RepetitionPenaltyOption = 1.0,
+    seed: shared.SeedOption = None,
+    stop: shared.StopOption = None,
     ignore_eos: Annotated[
         bool, option("--ignore-eos", help="Go on after end-of-text.", rich_help_panel=_TOKENS)
     ] = False,
     chat: shared.ChatOption = False,
     system: shared.SystemOption = None,
+    parse_special: shared.ParseSpecialOption = False,
     no_cache: Annotated[
         bool,
         option(
@@ -104,15 +73,7 @@ def generate(
             rich_help_panel=_CACHE,
         ),
     ] = False,
-    cache: Annotated[
-        str | None,
-        option(
-            "--cache",
-            help="How pairs are stored: step, exact, int8, int4 or window:N,sink:M.  "
-            "[default: step]",
-            rich_help_panel=_CACHE,
-        ),
-    ] = None,
+    cache: shared.CacheOption = None,
     cache_step: Annotated[
         int | None,
         option(
@@ -123,15 +84,7 @@ def generate(
         ),
     ] = None,
     force: shared.ForceOption = False,
-    prefill_chunk: Annotated[
-        int | None,
-        option(
-            "--prefill-chunk",
-            min=1,
-            help="Forward the prompt in pieces of this many tokens.",
-            rich_help_panel=_CACHE,
-        ),
-    ] = None,
+    prefill_chunk: shared.PrefillChunkOption = None,
     recompute: Annotated[
         Recompute,
         option(
@@ -169,8 +122,6 @@ def generate(
     """
     from kvgen.cli.streams import Output, read_prompt
 
-    if "" in (stop or ()):
-        raise UsageError("--stop needs text; an empty one would end everything at once")
     if no_cache and prefill_chunk is not None:
         raise UsageError("--prefill-chunk needs the cache; leave out --no-cache")
     policy = _policy_text(cache, cache_step, no_cache)
@@ -189,6 +140,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             chat=chat or system is not None,
             system=system,
+            parse_special=parse_special,
             sampling=sampling,
             stop=tuple(stop or ()),
             ignore_eos=ignore_eos,

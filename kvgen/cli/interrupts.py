@@ -7,7 +7,7 @@ therefore noted, and raised again where the preparation ends.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -40,6 +40,30 @@ def preparing() -> Iterator[None]:
         raise
     if _noted:
         raise InterruptedEarlyError("interrupted")
+
+
+@contextmanager
+def stopping() -> Iterator[Callable[[], bool]]:
+    """Whether a Ctrl-C has come during the block, which it does not break off; a second one does.
+
+    Where the caller has it ignored, it stays so.
+    """
+    came = False
+
+    def note(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: came
+    finally:
+        if before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, before)
 
 
 def _note(_signal: int, _frame: FrameType | None) -> None:

@@ -14,6 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from kvgen import __version__
+from kvgen.cli.batch import batch
+from kvgen.cli.chat import chat
 from kvgen.cli.compare import compare
 from kvgen.cli.explain import explain
 from kvgen.cli.generate import generate
@@ -38,6 +40,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=VerbatimCommand)(generate)
+app.command(cls=VerbatimCommand)(batch)
+app.command(cls=VerbatimCommand)(chat)
 app.command(cls=OrderedCommand)(compare)
 app.command()(report)
 app.command()(size)

@@ -101,6 +101,12 @@ def _load_toml(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not valid TOML: {error}") from error
 
 
+def _not_empty(stops: list[str] | None) -> list[str] | None:
+    if "" in (stops or ()):
+        raise UsageError("--stop needs text; an empty one would end everything at once")
+    return stops
+
+
 class Dtype(str, Enum):
     """Arithmetic of weights and cache."""
 
@@ -117,7 +123,7 @@ class LoadFormat(str, Enum):
     dummy = "dummy"
 
 
-_MODEL, _OUTPUT = "Model", "Output"
+_MODEL, _TOKENS, _CACHE, _OUTPUT = "Model", "Tokens", "Cache and measuring", "Output"
 
 ModelOption = Annotated[
     str | None,
@@ -172,11 +178,75 @@ PromptFileOption = Annotated[
     Path | None, option("--prompt-file", help="Read the prompt from a file.")
 ]
 ChatOption = Annotated[
-    bool, option("--chat", help="Wrap the prompt in the chat template.", rich_help_panel="Tokens")
+    bool, option("--chat", help="Wrap the prompt in the chat template.", rich_help_panel=_TOKENS)
 ]
 SystemOption = Annotated[
     str | None,
-    option("--system", help="System message; implies --chat.", rich_help_panel="Tokens"),
+    option("--system", help="System message; implies --chat.", rich_help_panel=_TOKENS),
+]
+TemperatureOption = Annotated[
+    float, option("--temperature", help="0 is greedy.", rich_help_panel=_TOKENS)
+]
+TopKOption = Annotated[
+    int | None, option("--top-k", help="Only the k likeliest.", rich_help_panel=_TOKENS)
+]
+TopPOption = Annotated[
+    float | None,
+    option("--top-p", help="The likeliest, up to probability p.", rich_help_panel=_TOKENS),
+]
+MinPOption = Annotated[
+    float | None,
+    option(
+        "--min-p",
+        help="Those at least this fraction as likely as the likeliest.",
+        rich_help_panel=_TOKENS,
+    ),
+]
+RepetitionPenaltyOption = Annotated[
+    float,
+    option(
+        "--repetition-penalty",
+        help="Above 1: tokens that were there become less likely.",
+        rich_help_panel=_TOKENS,
+    ),
+]
+SeedOption = Annotated[
+    int | None,
+    option("--seed", min=0, help="The same seed gives the same text.", rich_help_panel=_TOKENS),
+]
+StopOption = Annotated[
+    list[str] | None,
+    option(
+        "--stop",
+        callback=_not_empty,
+        help="End before this text; repeatable.",
+        rich_help_panel=_TOKENS,
+    ),
+]
+CacheOption = Annotated[
+    str | None,
+    option(
+        "--cache",
+        help="How pairs are stored: step, exact, int8, int4 or window:N,sink:M.  [default: step]",
+        rich_help_panel=_CACHE,
+    ),
+]
+PrefillChunkOption = Annotated[
+    int | None,
+    option(
+        "--prefill-chunk",
+        min=1,
+        help="Forward the prompt in pieces of this many tokens.",
+        rich_help_panel=_CACHE,
+    ),
+]
+ParseSpecialOption = Annotated[
+    bool,
+    option(
+        "--parse-special",
+        help="Read special tokens that the prompt spells out, such as </s>, as what they name.",
+        rich_help_panel="Tokens",
+    ),
 ]
 OutputOption = Annotated[
     Path | None,

@@ -7,6 +7,7 @@ is always everything.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -47,6 +48,19 @@ class Decoder:
         self._sampler = sampler
         self._chunk = prefill_chunk
         self._adapter = None if cache is None else TransformersCache(cache)
+
+    def prefill(self) -> Iterator[int]:
+        """Forward what is pending piece by piece, all but the last one, which ``step`` takes.
+
+        Yields the tokens still pending after each, so that whoever asks can stop between them.
+        """
+        if self.cache is None or self._adapter is None or self._chunk is None:
+            return
+        while (pending := len(self.ids) - self.cache.position) > self._chunk:
+            begin = self.cache.position
+            piece = self.ids[begin : begin + self._chunk]
+            self._forward.extend(piece, self._adapter)
+            yield pending - self._chunk
 
     def step(self) -> Token:
         """Forward what is pending and append one token.

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Protocol
 
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 # Ids of the prompt that give the first new token its context (leading spaces, joined bytes).
 _CONTEXT = 6
 # SentencePiece's tokens for single bytes. A run of them is decoded as one: if any byte of it does
@@ -52,7 +52,7 @@ class IncrementalText:
         if self._in_bytes:
             return ""
         text = self._new_text()
-        return "" if text.endswith(_UNFINISHED) else self._release(text)
+        return "" if text.endswith(UNFINISHED) else self._release(text)
 
     def flush(self) -> str:
         """What was held back, as the tokenizer shows it."""

@@ -28,12 +28,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 @dataclass(frozen=True)
 class Demand:
     """A sequence that is to be held: its final ``tokens``, ``chunk`` of which are forwarded at a
-    time (``None``: the whole prompt), stored under ``policy`` (``None``: not stored).
+    time (``None``: the whole prompt), stored under ``policy`` (``None``: not stored); or ``batch``
+    of them, prefilled one after another.
     """
 
     tokens: int
     policy: Policy | None
     chunk: int | None = None
+    batch: int = 1
 
 
 def free_bytes(device: str) -> int | None:
@@ -101,13 +103,14 @@ def _check(
     storage = Storage("cache", itemsize, demand.policy or _plain())
     fitter = Fitter(free - weights, fields, stored, itemsize, demand.chunk)
     try:
-        if fitter.fits(demand.tokens, 1, storage):
-            return
-        cache = kv_bytes(stored, demand.tokens, storage)
+        one = kv_bytes(stored, demand.tokens, storage)
     except InputError:  # states without a rule
         return
-    working = fitter.working(demand.tokens)
-    parts = [f"a KV cache of {_text(cache)}"] if stored else []
+    cache, working = one * demand.batch, fitter.working(demand.tokens)
+    if weights + cache + working <= free:
+        return
+    rows = f" for {demand.batch} rows" if demand.batch > 1 else ""
+    parts = [f"a KV cache of {_text(cache)}{rows}"] if stored else []
     parts = [*([f"weights of {_text(weights)}"] if weights else []), *parts]
     parts.append(f"about {_text(working)} to compute with")
     most = fitter.longest(storage, limit).longest_context
@@ -116,6 +119,9 @@ def _check(
         if most
         else "no context would fit; use a smaller model or --dtype bfloat16"
     )
+    fewer = (free - weights - working) // one if one else 0
+    if demand.batch > 1 and fewer > 0:
+        advice = f"--batch-size {fewer} would fit"
     raise InputError(
         f"{demand.tokens:,} tokens need {_text(weights + cache + working)} "
         f"({', '.join(parts)}), and {_text(free)} are free: {advice}, or try anyway with "

@@ -11,14 +11,13 @@ from typing import Literal
 import torch
 
 from kvgen.cache.adapter import continues_prefill, policy_for, specs_for
-from kvgen.cache.manager import KVCache
-from kvgen.cache.policies import DEFAULT, find_policy
+from kvgen.cache.policies import DEFAULT
 from kvgen.engine.decoder import Decoder
 from kvgen.engine.forward import Forward
 from kvgen.engine.prompt import check_fits, check_known, encode
 from kvgen.engine.sampling import Sampler, SamplingOptions
 from kvgen.engine.text import IncrementalText, StopStrings
-from kvgen.errors import DisagreementError, UsageError
+from kvgen.errors import UsageError
 from kvgen.measure.clock import Clock, DeviceClock
 from kvgen.measure.environment import environment
 from kvgen.measure.facts import model_facts
@@ -26,13 +25,7 @@ from kvgen.measure.guard import Demand, check_before_growing
 from kvgen.measure.recompute import KeptLogits, fill_in, recompute
 from kvgen.measure.records import Generation, Step, Totals
 from kvgen.measure.roofline import WeightReads, measured_bandwidth
-from kvgen.measure.verdict import (
-    compare_step,
-    judge,
-    largest_logit,
-    lossy_tolerance,
-    tolerance,
-)
+from kvgen.measure.warmup import warm_up
 from kvgen.models import LoadedModel
 from kvgen.storage import cache_root
 
@@ -53,6 +46,8 @@ class GenerationOptions:
     max_new_tokens: int | None = None
     chat: bool = False
     system: str | None = None
+    parse_special: bool = False
+    """Read special tokens that the prompt spells out as what they name."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -78,7 +73,8 @@ class GenerationRun:
         self._clock = clock or DeviceClock(loaded.device)
         self._dtype = str(loaded.dtype).removeprefix("torch.")
         begin = self._clock.now()
-        ids = encode(loaded.tokenizer, options.prompt, options.chat, options.system)
+        given = (options.prompt, options.chat, options.system, options.parse_special)
+        ids = encode(loaded.tokenizer, *given)
         self._tokenize_s = self._clock.now() - begin
         check_known(ids, loaded.model.get_input_embeddings().weight.shape[0])
         room = check_fits(len(ids), options.max_new_tokens, loaded.context_limit)
@@ -109,7 +105,7 @@ class GenerationRun:
         self._detokenize_s = 0.0
         bandwidth = measured_bandwidth(loaded.device, torch.get_num_threads(), cache_root())
         if options.warmup:
-            self._warm_up(ids)
+            warm_up(loaded, self._forward, ids, policy.make(specs) if policy else None)
         self.record = Generation(
             model=model_facts(loaded, self._weights.total, self._cache),
             environment=environment(loaded.model, loaded.device, self._dtype, bandwidth),
@@ -212,37 +208,6 @@ class GenerationRun:
             self.record.stop_string = self._stops.found
         self.record.text += rest
         return rest
-
-    def _warm_up(self, ids: list[int]) -> None:
-        """Both shapes once, on a cache of its own: a few tokens together, then one alone.
-
-        With a cache that is also a first proof: raises ``DisagreementError`` before any text is
-        shown when the model predicts otherwise with it than without.
-        """
-        cache = None
-        if self._cache is not None:
-            cache = KVCache(self._cache.specs, policy=find_policy(self._options.cache))
-        decoder = Decoder(self._forward, ids[:8], Sampler(SamplingOptions()), cache)
-        decoder.step()
-        token = decoder.step()
-        if cache is None:
-            return
-        logits = self._forward.uncached(decoder.ids[:-1])
-        largest = largest_logit(logits)
-        limit = tolerance(self._dtype, largest)
-        change = self._loaded.rotary_change
-        rescaled_from = 0 if change is not None and len(decoder.ids) > change else None
-        lossy = lossy_tolerance(cache.policy.tolerance, largest)
-        check = judge([compare_step(1, token.logits, logits)], limit, rescaled_from, lossy)
-        if check.verdict == "broken":
-            config = self._loaded.config
-            why = "it does not attend causally, or keeps a state that no cache reaches"
-            if getattr(config, "is_decoder", None) is False:
-                why = "its configuration says is_decoder = false, so it attends in both directions"
-            raise DisagreementError(
-                f"{config.model_type} predicts otherwise with a cache than without (max |Δlogit| "
-                f"{check.max_abs_logit_difference:.1e}): {why}; run it without one: --no-cache"
-            )
 
     def _kept_limit(self, new_tokens: int) -> int:
         mode = self._options.recompute

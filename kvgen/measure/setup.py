@@ -53,6 +53,7 @@ class CompareOptions:
     prompt: str | None = None
     chat: bool = False
     system: str | None = None
+    parse_special: bool = False
     prompt_tokens: int = 128
     new_tokens: int = 32
     depths: tuple[int, ...] = (0,)
@@ -143,7 +144,8 @@ def _tracks(loaded: LoadedModel, options: CompareOptions) -> tuple[list[Track], 
             _check_fits(depth, options.prompt_tokens, options.new_tokens, loaded)
         tracks = tracks_for(loaded.tokenizer, None, options.prompt_tokens, options.depths)
         return tracks, "built-in"
-    ids = encode(loaded.tokenizer, options.prompt, options.chat, options.system)
+    given = (options.prompt, options.chat, options.system, options.parse_special)
+    ids = encode(loaded.tokenizer, *given)
     return tracks_for(loaded.tokenizer, ids, 0, options.depths), "given"
 
 
