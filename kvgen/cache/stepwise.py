@@ -51,6 +51,22 @@ class Step(Policy):
 
 
 @dataclass(frozen=True)
+class Blocks(Step):
+    """As ``Step``, for a reader that takes ``block`` slots at a time."""
+
+    block: int = 1
+
+    @property
+    def growth(self) -> int:
+        """Whole blocks."""
+        return -(-self.step // self.block) * self.block
+
+    def slots(self, spec: LayerSpec) -> PairSlots:
+        """Empty slots."""
+        return TokenSlots(spec.window, self.growth, block=self.block)
+
+
+@dataclass(frozen=True)
 class Exact(Policy):
     """Buffers made once, for exactly the tokens that prompt and new tokens will be."""
 

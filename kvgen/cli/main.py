@@ -15,18 +15,21 @@ import typer
 
 from kvgen import __version__
 from kvgen.cli.batch import batch
+from kvgen.cli.cache import cache_app
 from kvgen.cli.chat import chat
 from kvgen.cli.compare import compare
 from kvgen.cli.explain import explain
 from kvgen.cli.generate import generate
-from kvgen.cli.interrupts import note_interrupts
+from kvgen.cli.interrupts import exit_code, note_interrupts
 from kvgen.cli.ordered import OrderedCommand
+from kvgen.cli.parallel import leave, quiet_other_ranks, settled
 from kvgen.cli.report import report
 from kvgen.cli.size import size
 from kvgen.cli.streams import ReaderLeftError, leave_streams, prepare_streams
 from kvgen.cli.verbatim import VerbatimCommand
 from kvgen.cli.verify import verify
 from kvgen.errors import KvgenError
+from kvgen.models.failures import is_out_of_memory, one_line
 from kvgen.report.units import visible
 
 INTERRUPTED = 130
@@ -47,6 +50,7 @@ app.command()(report)
 app.command()(size)
 app.command()(explain)
 app.command()(verify)
+app.add_typer(cache_app, name="cache")
 
 
 def _show_version(wanted: bool) -> None:
@@ -67,9 +71,11 @@ def _root(
 def main() -> None:
     """Run the command line and exit with its code."""
     note_interrupts()
+    quiet_other_ranks()
     prepare_streams()
-    code = run(sys.argv[1:])
+    code = exit_code(run(sys.argv[1:]))
     leave_streams()
+    leave(code)
     sys.exit(code)
 
 
@@ -77,33 +83,35 @@ def run(arguments: list[str]) -> int:
     """Run one command line; every error becomes one line on stderr. Returns the exit code."""
     debug = _wanted(arguments, "--debug")
     _show_warnings(quiet=_wanted(arguments, "--quiet", "-q"))
+    code, message, error = 0, "", None
     try:
-        code = app(arguments, prog_name="kvgen", standalone_mode=False)
+        found = app(arguments, prog_name="kvgen", standalone_mode=False)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
-    except ReaderLeftError:
-        return 0
-    except KvgenError as error:
-        if debug:
-            raise
-        return _fail(str(error), error.exit_code)
-    except MemoryError:
-        return _fail("out of memory", 4)
-    except Exception as error:
-        if debug:
-            raise
-        if hasattr(error, "format_message"):  # what the argument parser raises
-            return _fail(_explained(error), getattr(error, "exit_code", 2))
-        if type(error).__name__ == "Abort":
-            return _fail(str(error) or "aborted", INTERRUPTED)
-        from kvgen.models.failures import is_out_of_memory, one_line
+        code = found if isinstance(found, int) else 0
+    except (KeyboardInterrupt, Exception) as raised:
+        error = raised
+        code, message = _judged(error)
+    code, message = settled(code, message, error)
+    if debug and isinstance(error, Exception) and message:
+        raise error
+    return _fail(message, code) if message else code
 
-        if is_out_of_memory(error):
-            return _fail("out of memory", 4)
-        what = f"{type(error).__name__}: {one_line(error)}"
-        return _fail(f"internal error: {what} (--debug shows where)", 1)
-    return code if isinstance(code, int) else 0
+
+def _judged(error: BaseException) -> tuple[int, str]:
+    """The exit code of what a command raised, and its line; no line where nothing is wrong."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted"
+    if isinstance(error, ReaderLeftError):
+        return 0, ""
+    if isinstance(error, KvgenError):
+        return error.exit_code, str(error)
+    if hasattr(error, "format_message"):  # what the argument parser raises
+        return getattr(error, "exit_code", 2), _explained(error)
+    if type(error).__name__ == "Abort":
+        return INTERRUPTED, str(error) or "aborted"
+    if is_out_of_memory(error):
+        return 4, "out of memory"
+    return 1, f"internal error: {type(error).__name__}: {one_line(error)} (--debug shows where)"
 
 
 def _wanted(arguments: list[str], *names: str) -> bool:

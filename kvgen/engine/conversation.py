@@ -100,7 +100,7 @@ class Conversation:
         template included.
         """
         self.loaded, self.options = loaded, options
-        self.forward = Forward(loaded.model)
+        self.forward = Forward(loaded.model, loaded.attention)
         self._specs = specs_for(loaded.model)
         self._policy = policy_for(loaded.model, options.cache)
         self._chunk = options.prefill_chunk

@@ -17,6 +17,7 @@ from kvgen.cache.manager import KVCache
 from kvgen.engine.finite import NotFiniteError
 from kvgen.engine.forward import Forward
 from kvgen.engine.sampling import Sampler
+from kvgen.models.ranks import agreed
 
 
 class Token(NamedTuple):
@@ -36,11 +37,15 @@ class Decoder:
         sampler: Sampler,
         cache: KVCache | None,
         prefill_chunk: int | None = None,
+        keep_snapshot: bool = False,
     ) -> None:
         """``cache`` is empty or holds a beginning of ``prompt_ids``; ``None`` runs without one.
 
-        ``prefill_chunk`` bounds the tokens of one forward.
+        ``prefill_chunk`` bounds the tokens of one forward. With ``keep_snapshot`` the first step
+        forwards the last token by itself, and ``snapshot`` is the cache as it was before.
         """
+        self.snapshot: KVCache | None = None
+        self._snapshot_is_due = keep_snapshot
         self.ids = list(prompt_ids)
         self._prompt_tokens = len(prompt_ids)
         self.cache = cache
@@ -69,15 +74,22 @@ class Decoder:
         """
         logits = self._logits()
         try:
-            token = Token(self._sampler.choose(logits, self.ids), logits)
+            chosen = self._sampler.choose(logits, self.ids)
         except NotFiniteError as error:
             step = len(self.ids) - self._prompt_tokens
             raise self._forward.not_finite(self.ids, step) from error
+        token = Token(agreed(chosen), logits)
         self.ids.append(token.id)
         return token
 
     def _logits(self) -> Tensor:
         if self.cache is None or self._adapter is None:
             return self._forward.uncached(self.ids)
+        if self._snapshot_is_due:
+            self._snapshot_is_due = False
+            before_last = self.ids[self.cache.position : -1]
+            if before_last:
+                self._forward.extend(before_last, self._adapter, self._chunk)
+            self.snapshot = self.cache.fork()
         pending = self.ids[self.cache.position :]
         return self._forward.extend(pending, self._adapter, self._chunk)
