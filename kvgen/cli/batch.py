@@ -68,6 +68,7 @@ def batch(
     ] = False,
     chat: shared.ChatOption = False,
     system: shared.SystemOption = None,
+    parse_special: shared.ParseSpecialOption = False,
     batch_size: Annotated[
         int,
         option(
@@ -170,6 +171,7 @@ def batch(
             max_new_tokens=max_new_tokens,
             chat=chat,
             system=system,
+            parse_special=parse_special,
             sampling=SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed),
             stop=tuple(stop or ()),
             ignore_eos=ignore_eos,
