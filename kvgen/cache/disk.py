@@ -109,17 +109,24 @@ class CacheFile:
 
     def check(self) -> None:
         """Hold every byte against its checksum. Raises ``CacheFileError`` naming what differs."""
+        self._check([*range(len(self.entries))])
+
+    def check_header(self) -> None:
+        """As ``check``, for the header and the ids alone."""
+        self._check([0, 1 + self.entries.index(self._entry(_IDS))])
+
+    def _check(self, which: list[int]) -> None:
+        """``which``: places in the table of checksums."""
         *entries, table = self.entries
         view = memoryview(self.content)
-        expected = view[table.begin : table.end].cast("I")
-        pieces = [view[: self.entries[0].begin], *(view[e.begin : e.end] for e in entries)]
-        for name, found, stored in zip(
-            ["its header", *(e.name for e in entries)], checksums(pieces), expected, strict=True
-        ):
-            if found != stored:
+        stored = view[table.begin : table.end].cast("I")
+        pieces = [view[: entries[0].begin], *(view[e.begin : e.end] for e in entries)]
+        names = ["its header", *(entry.name for entry in entries)]
+        for place, found in zip(which, checksums(pieces[i] for i in which), strict=True):
+            if found != stored[place]:
                 raise CacheFileError(
-                    f"{self.path} is damaged: {name} does not match its checksum; it was left as "
-                    "it is. Delete it, or choose another file"
+                    f"{self.path} is damaged: {names[place]} does not match its checksum; it was "
+                    "left as it is. Delete it, or choose another file"
                 )
 
     def state(self) -> State:
@@ -180,11 +187,14 @@ def write_cache_file(path: Path, header: Header, ids: Iterable[int], state: Stat
 
 
 def open_cache_file(path: Path) -> CacheFile:
-    """Map a cache file and read its header. Raises ``CacheFileError`` for what is none."""
+    """Map a cache file; read and check its header and ids.
+
+    Raises ``CacheFileError`` for what is none, is damaged or cut short, or has another format.
+    """
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b""
+        with path.open("rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            content = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY) if size else b""
     except OSError as error:
         raise CacheFileError(f"cannot read {path}: {error.strerror}") from error
     table, start = _table(path, content)
@@ -199,7 +209,9 @@ def open_cache_file(path: Path) -> CacheFile:
         header = Header(**{**fields, "fingerprint": Fingerprint(**fields["fingerprint"])})
     except (ValueError, KeyError, TypeError) as error:
         raise _no_cache_file(path) from error
-    return CacheFile(path, header, content, entries)
+    file = CacheFile(path, header, content, entries)
+    file.check_header()
+    return file
 
 
 def _table(path: Path, content: Any) -> tuple[dict[str, Any], int]:

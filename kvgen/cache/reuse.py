@@ -41,6 +41,17 @@ def cannot_serve(cache: KVCache, tokens: int) -> str | None:
     return why and f"{why}; it was stored at token {cache.position:,} and needed at {tokens:,}"
 
 
+def goes_back(cache: KVCache, tokens: int) -> bool:
+    """Whether ``cache`` will still be able to go back when it has seen ``tokens`` tokens.
+
+    If not, a copy of it has to be kept wherever it is to serve again.
+    """
+    return not cache.policy.gaps and all(
+        not spec.has_states and not spec.compressed and spec.tokens_held(tokens) == tokens
+        for spec in cache.specs
+    )
+
+
 def take_up(
     cache: KVCache, held: Sequence[int], prompt: Sequence[int], seconds: float | None = None
 ) -> Receipt:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import inference_mode
+
 from kvgen.cache.layers import Layer
 from kvgen.cache.manager import KVCache
 from kvgen.cache.policy import Policy
@@ -35,18 +37,21 @@ def stack(caches: Sequence[KVCache]) -> KVCache:
     """One cache with all sequences of ``caches``, in their order. Copies what they hold."""
     whole = KVCache(caches[0].specs, policy=caches[0].policy)
     whole.position = max(cache.position for cache in caches)
-    for index, layer in enumerate(whole.layers):
-        rows = [_parts(cache.layers[index]) for cache in caches]
-        for part, *each in zip(_parts(layer), *rows, strict=True):
-            part.stack(each)
+    with inference_mode():
+        for index, layer in enumerate(whole.layers):
+            rows = [_parts(cache.layers[index]) for cache in caches]
+            for part, *each in zip(_parts(layer), *rows, strict=True):
+                part.stack(each)
     return whole
 
 
 def put(cache: KVCache, row: int, other: KVCache) -> None:
     """Replace sequence ``row`` by the one of ``other``, which is no longer; copies that one."""
-    for layer, source in zip(cache.layers, other.layers, strict=True):
-        for part, new in zip(_parts(layer), _parts(source), strict=True):
-            part.put(row, new)
+    # Buffers that grew within a forward are inference tensors, which change only in this mode.
+    with inference_mode():
+        for layer, source in zip(cache.layers, other.layers, strict=True):
+            for part, new in zip(_parts(layer), _parts(source), strict=True):
+                part.put(row, new)
 
 
 def keep(cache: KVCache, rows: list[int]) -> None:

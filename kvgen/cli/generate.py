@@ -11,7 +11,9 @@ from kvgen.cli import options as shared
 from kvgen.cli.generating import Format, View
 from kvgen.cli.interrupts import preparing
 from kvgen.cli.options import option, use_threads
+from kvgen.cli.parallel import DeviceMap, Parallel, begin, speaks
 from kvgen.errors import UsageError
+from kvgen.models import ranks
 
 if TYPE_CHECKING:
     from kvgen.measure.run import GenerationOptions, GenerationRun
@@ -38,8 +40,12 @@ def generate(
     revision: shared.RevisionOption = None,
     dtype: shared.DtypeOption = shared.Dtype.auto,
     device: shared.DeviceOption = "auto",
+    attention: shared.AttentionOption = shared.AttentionMode.auto,
     threads: shared.ThreadsOption = None,
     load_format: shared.LoadFormatOption = shared.LoadFormat.auto,
+    device_map: shared.DeviceMapOption = DeviceMap.none,
+    parallel: shared.ParallelOption = Parallel.none,
+    rank_timeout: shared.RankTimeoutOption = ranks.TIMEOUT_S,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
     offline: shared.OfflineOption = False,
     max_new_tokens: Annotated[
@@ -92,6 +98,8 @@ def generate(
             rich_help_panel=_CACHE,
         ),
     ] = Recompute.sampled,
+    prompt_cache: shared.PromptCacheOption = None,
+    prompt_cache_ro: shared.PromptCacheReadOnlyOption = False,
     warmup: Annotated[
         bool,
         option(
@@ -121,11 +129,26 @@ def generate(
     """
     from kvgen.cli.streams import Output, read_prompt
 
+    with preparing():
+        spread = begin(parallel, device_map, rank_timeout)
     if no_cache and prefill_chunk is not None:
         raise UsageError("--prefill-chunk needs the cache; leave out --no-cache")
-    policy = _policy_text(cache, cache_step, no_cache)
-    text = read_prompt(prompt, prompt_file)
-    view = View(Output(output), output_format, trace, quiet, table=not (quiet or no_stats))
+    if prompt_cache is not None and no_cache:
+        raise UsageError("--prompt-cache needs the cache; leave out --no-cache")
+    if prompt_cache is not None and spread != "none":
+        raise UsageError(
+            "--prompt-cache is for a model on one device; leave out --parallel and --device-map"
+        )
+    shared.check_prompt_cache(prompt_cache, prompt_cache_ro)
+    policy = policy_text(cache, cache_step, no_cache)
+    text = ranks.shared(lambda: read_prompt(prompt, prompt_file))
+    view = View(
+        Output(output if speaks() else None),
+        output_format,
+        trace,
+        quiet,
+        table=not (quiet or no_stats),
+    )
 
     with preparing():
         # The heavy imports start here, once the command line is known to be right.
@@ -148,6 +171,8 @@ def generate(
             prefill_chunk=prefill_chunk,
             recompute=recompute.value,
             warmup=warmup,
+            prompt_cache=prompt_cache,
+            prompt_cache_read_only=prompt_cache_ro,
         )
         load = LoadOptions(
             model=model,
@@ -156,13 +181,15 @@ def generate(
             device=device,
             trust_remote_code=trust_remote_code,
             offline=offline,
+            attention=attention.value,
             load_format=load_format.value,
+            spread=spread,
         )
-        run = _prepare(load, options, threads, quiet)
+        run = prepare(load, options, threads, quiet)
     return view.show(run)
 
 
-def _policy_text(cache: str | None, step: int | None, no_cache: bool) -> str:
+def policy_text(cache: str | None, step: int | None, no_cache: bool) -> str:
     """The storage policy that the options name, found to be one."""
     from kvgen.cache.policies import DEFAULT, find_policy
 
@@ -177,18 +204,19 @@ def _policy_text(cache: str | None, step: int | None, no_cache: bool) -> str:
     return name
 
 
-def _prepare(
+def prepare(
     load: LoadOptions, options: GenerationOptions, threads: int | None, quiet: bool
 ) -> GenerationRun:
     """Everything before the first token."""
     from kvgen.cache.policies import find_policy
     from kvgen.cli.progress import loading
-    from kvgen.measure.guard import Demand, check_before_loading
+    from kvgen.measure.guard import Demand, check_before_loading, check_heads
     from kvgen.measure.run import DEFAULT_NEW_TOKENS, GenerationRun
     from kvgen.models import load_model
     from kvgen.models.device import choose_device
 
     use_threads(threads)
+    check_heads(load)
     if not options.force:
         # The prompt's tokens are not known yet; what is known must fit already.
         policy = find_policy(options.cache) if options.cached else None

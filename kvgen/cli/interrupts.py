@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from types import FrameType
 
 from kvgen.errors import KvgenError
+from kvgen.models.ranks import Ranks
+
+INTERRUPTED = 130
 
 _noted = False
 
@@ -19,13 +22,32 @@ _noted = False
 class InterruptedEarlyError(KvgenError):
     """Ctrl-C before there was anything to keep."""
 
-    exit_code = 130
+    exit_code = INTERRUPTED
 
 
 def note_interrupts() -> None:
     """Note every Ctrl-C from now on; not where the caller has it ignored, as ``nohup`` does."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _note)
+
+
+def stop_together(ranks: Ranks) -> None:
+    """Have Ctrl-C and SIGTERM wait for the moment at which all ranks can stop.
+
+    A second one does not wait. SIGTERM is what ``torchrun`` sends to the ranks that are left.
+    """
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if ranks.settled:
+            return  # it is ending already
+        ranks.stop_asked += 1
+        ranks.interrupted |= number == signal.SIGINT
+        if not ranks.lockstep or ranks.stop_asked > 1:
+            _note(number, frame)
+
+    for one in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(one) is not signal.SIG_IGN:
+            signal.signal(one, note)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvgen.cli.parallel import DeviceMap, Parallel
 from kvgen.errors import UsageError
 
 
@@ -108,6 +109,14 @@ class LoadFormat(str, Enum):
     dummy = "dummy"
 
 
+class AttentionMode(str, Enum):
+    """Whose code a single token attends with."""
+
+    auto = "auto"
+    model = "model"
+    kvgen = "kvgen"
+
+
 _MODEL, _TOKENS, _CACHE, _OUTPUT = "Model", "Tokens", "Cache and measuring", "Output"
 
 ModelOption = Annotated[
@@ -136,9 +145,42 @@ LoadFormatOption = Annotated[
 DeviceOption = Annotated[
     str, option("--device", help="auto, cpu, cuda, cuda:N or mps.", rich_help_panel=_MODEL)
 ]
+AttentionOption = Annotated[
+    AttentionMode,
+    option(
+        "--attention",
+        help="Of single tokens: the model's own, or kvgen's; auto: the faster.",
+        rich_help_panel=_MODEL,
+    ),
+]
 ThreadsOption = Annotated[
     int | None,
     option("--threads", min=1, help="CPU threads of one operation.", rich_help_panel=_MODEL),
+]
+DeviceMapOption = Annotated[
+    DeviceMap,
+    option(
+        "--device-map",
+        help="auto: whole layers spread over the devices of this machine.",
+        rich_help_panel=_MODEL,
+    ),
+]
+ParallelOption = Annotated[
+    Parallel,
+    option(
+        "--parallel",
+        help="tensor: the model shared out over the ranks that torchrun started.",
+        rich_help_panel=_MODEL,
+    ),
+]
+RankTimeoutOption = Annotated[
+    int,
+    option(
+        "--rank-timeout",
+        min=1,
+        help="Seconds after which a rank that does not answer ends the run.",
+        rich_help_panel=_MODEL,
+    ),
 ]
 TrustRemoteCodeOption = Annotated[
     bool,
@@ -241,6 +283,44 @@ ConfigOption = Annotated[
         rich_help_panel=_OUTPUT,
     ),
 ]
+
+
+PromptCacheOption = Annotated[
+    Path | None,
+    option(
+        "--prompt-cache",
+        help="Take the prompt's beginning from this file, if it is there; keep the cache in it.",
+        rich_help_panel="Cache and measuring",
+    ),
+]
+PromptCacheReadOnlyOption = Annotated[
+    bool,
+    option(
+        "--prompt-cache-ro",
+        help="Never write the file of --prompt-cache.",
+        rich_help_panel="Cache and measuring",
+    ),
+]
+
+
+def check_prompt_cache(path: Path | None, read_only: bool) -> None:
+    """Find what is wrong with a prompt-cache file's place before anything is loaded.
+
+    Raises ``UsageError``.
+    """
+    from kvgen.cli.streams import check_target
+    from kvgen.storage import is_device
+
+    if path is None:
+        if read_only:
+            raise UsageError("--prompt-cache-ro says how --prompt-cache FILE is used; give both")
+        return
+    if is_device(path) or path.is_dir():
+        raise UsageError(f"{path} cannot hold a cache: give a file")
+    if read_only and not path.exists():
+        raise UsageError(f"{path} is not there; without --prompt-cache-ro it is made")
+    if not read_only:
+        check_target(path)
 
 
 def use_threads(threads: int | None) -> None:

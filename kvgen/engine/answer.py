@@ -6,6 +6,8 @@ from typing import Literal
 
 from kvgen.engine.text import IncrementalText, StopStrings, Tokenizer
 
+Ending = Literal["length", "end", "stop"]
+
 
 class Answer:
     """Follows the new ids of one prompt until they end: by number, end-of-text or stop string."""
@@ -24,7 +26,7 @@ class Answer:
         self._most, self._ends = most, ends
         self.ids: list[int] = []
         self.text = ""
-        self.reason: Literal["length", "end", "stop"] | None = None
+        self.reason: Ending | None = None
         """Why it has ended; ``None`` while it goes on."""
 
     @property

@@ -14,7 +14,8 @@ from typing import Literal
 from kvgen.cache.adapter import continues_prefill, policy_for, specs_for
 from kvgen.cache.manager import KVCache
 from kvgen.cache.policies import DEFAULT
-from kvgen.cache.reuse import ONE_TOKEN, Receipt, cannot_serve, common_prefix
+from kvgen.cache.reuse import ONE_TOKEN, Receipt, cannot_serve
+from kvgen.cache.trie import common_prefix
 from kvgen.engine.decoder import Decoder
 from kvgen.engine.forward import Forward
 from kvgen.engine.prompt import check_known, check_text, encode_chat, messages_for
@@ -99,7 +100,7 @@ class Conversation:
         template included.
         """
         self.loaded, self.options = loaded, options
-        self.forward = Forward(loaded.model)
+        self.forward = Forward(loaded.model, loaded.attention)
         self._specs = specs_for(loaded.model)
         self._policy = policy_for(loaded.model, options.cache)
         self._chunk = options.prefill_chunk

@@ -16,6 +16,7 @@ from kvgen.cache.adapter import TransformersCache
 from kvgen.cache.manager import KVCache
 from kvgen.engine.forward import Forward
 from kvgen.engine.sampling import Sampler
+from kvgen.models.ranks import agreed
 
 
 class Token(NamedTuple):
@@ -35,11 +36,15 @@ class Decoder:
         sampler: Sampler,
         cache: KVCache | None,
         prefill_chunk: int | None = None,
+        keep_snapshot: bool = False,
     ) -> None:
         """``cache`` is empty or holds a beginning of ``prompt_ids``; ``None`` runs without one.
 
-        ``prefill_chunk`` bounds the tokens of one forward.
+        ``prefill_chunk`` bounds the tokens of one forward. With ``keep_snapshot`` the first step
+        forwards the last token by itself, and ``snapshot`` is the cache as it was before.
         """
+        self.snapshot: KVCache | None = None
+        self._snapshot_is_due = keep_snapshot
         self.ids = list(prompt_ids)
         self.cache = cache
         self._forward = forward
@@ -63,12 +68,18 @@ class Decoder:
     def step(self) -> Token:
         """Forward what is pending and append one token."""
         logits = self._logits()
-        token = Token(self._sampler.choose(logits, self.ids), logits)
+        token = Token(agreed(self._sampler.choose(logits, self.ids)), logits)
         self.ids.append(token.id)
         return token
 
     def _logits(self) -> Tensor:
         if self.cache is None or self._adapter is None:
             return self._forward.uncached(self.ids)
+        if self._snapshot_is_due:
+            self._snapshot_is_due = False
+            before_last = self.ids[self.cache.position : -1]
+            if before_last:
+                self._forward.extend(before_last, self._adapter, self._chunk)
+            self.snapshot = self.cache.fork()
         pending = self.ids[self.cache.position :]
         return self._forward.extend(pending, self._adapter, self._chunk)

@@ -5,6 +5,7 @@ adapter; the model itself comes from outside.
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvgen.cache.quirks import (
     state_holders,
     take_back_states,
 )
+from kvgen.engine.attention import one_query_attention, own_attention
 
 
 class Forward:
@@ -27,9 +29,15 @@ class Forward:
     full ``[tokens, vocab]`` matrix can be larger than the whole KV cache.
     """
 
-    def __init__(self, model: Any) -> None:
-        """``model`` is a transformers causal language model in eval mode."""
+    def __init__(self, model: Any, attention: str = "auto") -> None:
+        """``model`` is a transformers causal language model in eval mode.
+
+        ``attention`` says what a single token attends with (see ``one_query_attention``).
+        """
         self._model = model
+        ours = one_query_attention(model, attention)
+        self.attention = own_attention(model) if ours is None else f"kvgen, {ours.own}"
+        self._one_query = ours or nullcontext()
         self._device = model.device
         parameters = inspect.signature(type(model).forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
@@ -97,7 +105,8 @@ class Forward:
             inputs["position_ids"] = (positions - offsets).clamp(min=0)
         if cache is not None:
             lend_states(self._state_holders, cache.kv)
-        with torch.inference_mode():
+        one = cache is not None and count == 1
+        with torch.inference_mode(), self._one_query if one else nullcontext():
             batch = torch.tensor(rows, device=self._device)
             logits: Tensor = self._model(input_ids=batch, return_dict=True, **inputs).logits
         if cache is not None:
@@ -115,7 +124,8 @@ class Forward:
     def _run_cached(self, ids: list[int], cache: TransformersCache, **more: Any) -> Tensor:
         inputs = self._inputs(len(ids), cache, cache.kv.position)
         lend_states(self._state_holders, cache.kv)
-        logits = self._run(ids, **inputs, **more)
+        with self._one_query if len(ids) == 1 else nullcontext():
+            logits = self._run(ids, **inputs, **more)
         take_back_states(self._state_holders, cache.kv)
         cache.kv.advance(len(ids))
         return logits

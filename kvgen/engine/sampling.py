@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvgen.errors import ModelError, UsageError
+from kvgen.models.ranks import shared
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ class Sampler:
         self.greedy = options.temperature == 0
         self.seed = None
         if not self.greedy:
-            self.seed = options.seed if options.seed is not None else secrets.randbits(32)
+            drawn = options.seed is None
+            self.seed = shared(lambda: secrets.randbits(32)) if drawn else options.seed
             # On the CPU always, so that the device does not change the draw.
             self._generator = torch.Generator().manual_seed(self.seed)
 

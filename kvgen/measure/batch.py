@@ -22,7 +22,7 @@ from kvgen.engine.batch import Row, RowBatch
 from kvgen.engine.forward import Forward
 from kvgen.engine.sampling import Sampler
 from kvgen.measure.batch_prompts import BatchOptions, Prompt, prepare_prompts, unfinished
-from kvgen.measure.batch_records import BatchSummary, RowResult, Shared, Timing
+from kvgen.measure.batch_records import BatchSummary, RowResult, Timing
 from kvgen.measure.clock import Clock, DeviceClock
 from kvgen.measure.environment import environment
 from kvgen.measure.facts import model_facts
@@ -41,11 +41,12 @@ _BUDGET_PART = 4
 class _InFlight:
     """A row that is being decoded."""
 
-    result: RowResult
-    answer: Answer
+    prompt: Prompt
     row: Row
-    first_at: float
+    answer: Answer
+    receipt: Receipt
     timing: Timing
+    first_at: float
 
 
 class BatchRun:
@@ -68,7 +69,7 @@ class BatchRun:
         check_ids(requests)
         self._loaded, self._options = loaded, options or BatchOptions()
         self._clock = clock or DeviceClock(loaded.device)
-        self._forward = Forward(loaded.model)
+        self._forward = Forward(loaded.model, loaded.attention)
         self._specs = specs_for(loaded.model)
         self._policy = policy_for(loaded.model, self._options.cache)
         prompts, self.rejected = prepare_prompts(loaded, requests, self._options)
@@ -135,22 +136,8 @@ class BatchRun:
         ends = frozenset() if self._options.ignore_eos else self._loaded.stop_ids
         answer = Answer(self._loaded.tokenizer, prompt.ids, prompt.new_tokens, ends, prompt.stop)
         answer.push(token)
-        result = RowResult(
-            id=prompt.id,
-            request=prompt.digest,
-            prompt_tokens=len(prompt.ids),
-            max_new_tokens=prompt.new_tokens,
-            seed=row.sampler.seed,
-            receipt=Shared(
-                receipt.submitted,
-                receipt.reused,
-                receipt.computed,
-                receipt.why_fewer,
-                receipt.saved_s,
-            ),
-        )
         timing = Timing(begin - self._began, now - begin, None, now - begin)
-        return _InFlight(result, answer, row, now, timing), cache
+        return _InFlight(prompt, row, answer, receipt, timing, now), cache
 
     def _prefill(self, ids: list[int]) -> tuple[KVCache, torch.Tensor, Receipt]:
         """Forward what no stored prefix has, and store what later prompts need."""
@@ -180,23 +167,31 @@ class BatchRun:
 
     def _ended(self, one: _InFlight) -> RowResult:
         """The result, complete, and counted."""
-        result, answer, now = one.result, one.answer, self._clock.now()
+        prompt, answer, now = one.prompt, one.answer, self._clock.now()
         assert answer.reason is not None
-        result.text, result.new_ids = answer.text, answer.ids
-        result.finish_reason, result.stop_string = answer.reason, answer.stop_string
         if len(answer.ids) > 1:
             one.timing.tpot_s = (now - one.first_at) / (len(answer.ids) - 1)
-        result.timing = one.timing
-        receipt, summary = result.receipt, self.summary
-        assert receipt is not None
+        summary = self.summary
         summary.prompts += 1
-        summary.prompt_tokens += receipt.submitted
-        summary.reused_tokens += receipt.reused
-        summary.computed_tokens += receipt.computed
-        summary.saved_s += receipt.saved_s or 0.0
+        summary.prompt_tokens += one.receipt.submitted
+        summary.reused_tokens += one.receipt.reused
+        summary.computed_tokens += one.receipt.computed
+        summary.saved_s += one.receipt.saved_s or 0.0
         summary.new_tokens += len(answer.ids)
         summary.wall_s = now - self._began
-        return result
+        return RowResult(
+            id=prompt.id,
+            request=prompt.digest,
+            prompt_tokens=len(prompt.ids),
+            max_new_tokens=prompt.new_tokens,
+            seed=one.row.sampler.seed,
+            text=answer.text,
+            new_ids=answer.ids,
+            finish_reason=answer.reason,
+            stop_string=answer.stop_string,
+            receipt=one.receipt,
+            timing=one.timing,
+        )
 
     def _note_bytes(self, in_flight: int) -> None:
         held = in_flight + self._stored.bytes_allocated

@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
+from kvgen.cache.reuse import Receipt
+from kvgen.engine.answer import Ending
 from kvgen.measure.records import Environment, ModelFacts
 from kvgen.measure.requests import Id
-
-
-@dataclass
-class Shared:
-    """What became of one prompt's tokens."""
-
-    submitted: int
-    """Tokens of the prompt."""
-    reused: int
-    """Of them, taken from a prefix that an earlier prompt had stored."""
-    computed: int
-    """Of them, forwarded."""
-    why_fewer: str | None
-    """Why less was reused than an earlier prompt has in common with this one, where that is so."""
-    saved_s: float | None
-    """What forwarding the reused tokens took when they were stored."""
 
 
 @dataclass
@@ -50,12 +35,13 @@ class RowResult:
     max_new_tokens: int
     seed: int | None
     """Of this row's own generator; absent where nothing is drawn."""
-    text: str = ""
-    new_ids: list[int] = field(default_factory=list)
-    finish_reason: Literal["length", "end", "stop"] = "length"
-    stop_string: str | None = None
-    receipt: Shared | None = None
-    timing: Timing | None = None
+    text: str
+    new_ids: list[int]
+    finish_reason: Ending
+    stop_string: str | None
+    receipt: Receipt
+    """What became of the prompt's tokens, which depends on the prompts before it."""
+    timing: Timing
 
 
 @dataclass

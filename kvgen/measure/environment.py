@@ -72,8 +72,8 @@ def _git(root: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def environment(model: Any, device: Any, dtype: str, bandwidth: float | None) -> Environment:
-    """The environment of a run of ``model``; ``bandwidth`` in bytes per second."""
+def environment(attention: str, device: Any, dtype: str, bandwidth: float | None) -> Environment:
+    """The environment of a run; ``bandwidth`` in bytes per second, ``attention`` by name."""
     import torch
 
     return Environment(
@@ -89,6 +89,6 @@ def environment(model: Any, device: Any, dtype: str, bandwidth: float | None) ->
         load_average=load_average(),
         device=str(device),
         dtype=dtype,
-        attention=str(getattr(model.config, "_attn_implementation", "unknown")),
+        attention=attention,
         bandwidth_bytes_per_s=bandwidth,
     )

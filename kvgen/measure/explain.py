@@ -68,7 +68,7 @@ class ExplanationRun:
         self._ids = encode(loaded.tokenizer, options.prompt, options.chat)
         check_fits(len(self._ids), options.max_new_tokens, loaded.context_limit)
         self._prompt = len(self._ids)
-        self._forward = Forward(loaded.model)
+        self._forward = Forward(loaded.model, "model")
         self._weights = WeightReads(loaded.model)
         self._cache = WatchedCache(KVCache(self._specs))
         self._dtype = str(loaded.dtype).removeprefix("torch.")
@@ -118,7 +118,7 @@ class ExplanationRun:
         itemsize = loaded.dtype.itemsize
         return Explanation(
             model=model_facts(loaded, self._weights.total, self._cache.kv),
-            environment=environment(loaded.model, loaded.device, self._dtype, bandwidth),
+            environment=environment(self._forward.attention, loaded.device, self._dtype, bandwidth),
             prompt=self._options.prompt,
             prompt_tokens=self._prompt,
             layer=self._layer,

@@ -15,11 +15,13 @@ from kvgen.cache.policy import Policy
 from kvgen.cache.raw_config import decoder_settings
 from kvgen.cache.settings import Settings
 from kvgen.cache.shapes import specs_from_config
+from kvgen.cache.shares import share_of
 from kvgen.cache.spec import LayerSpec
 from kvgen.errors import InputError, KvgenError
-from kvgen.measure.architecture import read_architecture
+from kvgen.measure.architecture import Architecture, read_architecture
 from kvgen.measure.fit import ITEMSIZES, Fitter, Storage, kv_bytes
 from kvgen.measure.size import expands_latent
+from kvgen.models.ranks import current
 from kvgen.models.types import LoadOptions
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -57,17 +59,32 @@ def free_bytes(device: str) -> int | None:
     return available if allowed is None else min(available, allowed)
 
 
+def check_heads(options: LoadOptions) -> None:
+    """Raise ``UsageError`` where a model's heads cannot be shared out over this run's ranks.
+
+    A model whose configuration cannot be read is left to the loading.
+    """
+    ranks = current()
+    if ranks is None:
+        return
+    try:
+        fields, specs, _ = _described(options)
+    except KvgenError:
+        return
+    share_of(specs, fields, ranks.size)
+
+
 def check_before_loading(options: LoadOptions, device: str, demand: Demand) -> None:
     """Weights and cache against what is free. Raises ``InputError`` with the numbers.
 
-    What cannot be predicted is not refused: loading will tell.
+    What cannot be predicted is not refused: loading will tell. Nor is what is spread over devices,
+    for each of which only as much is chosen as fits.
     """
-    free = free_bytes(device)
+    if options.spread == "auto":
+        return
+    free = _free_for_this_rank(device)
     try:
-        architecture = read_architecture(options)
-        fields = Settings(decoder_settings(architecture.config))
-        expands = expands_latent(str(fields.get("model_type")))
-        specs = specs_from_config(architecture.config, expand_latent=expands)
+        fields, specs, architecture = _described(options)
     except KvgenError:
         return
     if free is None or architecture.weight_bytes is None:
@@ -76,6 +93,9 @@ def check_before_loading(options: LoadOptions, device: str, demand: Demand) -> N
     if options.dtype == "auto" and architecture.dtype == "float16" and device == "cpu":
         itemsize = 4  # 16-bit floats are loaded as float32 there
     weights = architecture.weight_bytes_in(itemsize) or 0
+    ranks = current()
+    if ranks is not None:
+        weights, specs = weights // ranks.size, share_of(specs, fields, ranks.size)
     _check(fields, specs, itemsize, weights, free, demand)
 
 
@@ -83,9 +103,30 @@ def check_before_growing(
     config: Any, specs: Sequence[LayerSpec], itemsize: int, device: str, demand: Demand
 ) -> None:
     """The cache of a loaded model against what is free now. Raises ``InputError``."""
-    free = free_bytes(device)
+    free = _free_for_this_rank(device)
     if free is not None and all(spec.states is not None for spec in specs):
         _check(Settings(config), specs, itemsize, 0, free, demand)
+
+
+def _described(options: LoadOptions) -> tuple[Settings, list[LayerSpec], Architecture]:
+    """What is known of a model before it is loaded. Raises ``KvgenError`` where that is nothing."""
+    architecture = read_architecture(options)
+    fields = Settings(decoder_settings(architecture.config))
+    expands = expands_latent(str(fields.get("model_type")))
+    return fields, specs_from_config(architecture.config, expand_latent=expands), architecture
+
+
+def _free_for_this_rank(device: str) -> int | None:
+    """As ``free_bytes``; of several ranks, what the one with the least has.
+
+    All ranks have looked before any goes on to take memory.
+    """
+    free, ranks = free_bytes(device), current()
+    if ranks is None:
+        return free
+    every = ranks.gather(free // ranks.local_size if free and device == "cpu" else free)
+    known = [one for one in every if one is not None]
+    return min(known, default=None)
 
 
 def _check(

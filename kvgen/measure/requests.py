@@ -71,8 +71,9 @@ def check_ids(requests: Iterable[Request]) -> None:
     """Raise ``UsageError`` where two requests have the same id."""
     first: dict[Id, Request] = {}
     for request in requests:
-        other = first.setdefault(request.id, request)
-        if other is not request:
+        other = first.get(request.id)
+        first[request.id] = request
+        if other is not None:
             where = "" if request.line is None else f" (lines {other.line} and {request.line})"
             raise UsageError(
                 f"two prompts have the id {json.dumps(request.id)}{where}; every id may occur once"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -18,12 +19,13 @@ from kvgen.engine.prompt import check_fits, check_known, encode
 from kvgen.engine.sampling import Sampler, SamplingOptions
 from kvgen.engine.text import IncrementalText, StopStrings
 from kvgen.errors import UsageError
-from kvgen.measure.clock import Clock, DeviceClock
+from kvgen.measure.clock import Clock, clock_for
 from kvgen.measure.environment import environment
-from kvgen.measure.facts import model_facts
+from kvgen.measure.facts import device_note, is_spread, model_facts, rank_shares
 from kvgen.measure.guard import Demand, check_before_growing
+from kvgen.measure.prompt_cache import PromptCache
 from kvgen.measure.recompute import KeptLogits, fill_in, recompute
-from kvgen.measure.records import Generation, Step, Totals
+from kvgen.measure.records import Generation, Kept, Reuse, Step, Totals
 from kvgen.measure.roofline import WeightReads, measured_bandwidth
 from kvgen.measure.warmup import warm_up
 from kvgen.models import LoadedModel
@@ -57,6 +59,10 @@ class GenerationOptions:
     prefill_chunk: int | None = None
     recompute: Literal["sampled", "all", "off"] = "sampled"
     warmup: bool = True
+    prompt_cache: Path | None = None
+    """A file to take the beginning of the prompt from, if it is there, and to leave the cache in;
+    needs the cache."""
+    prompt_cache_read_only: bool = False
 
 
 class GenerationRun:
@@ -68,7 +74,7 @@ class GenerationRun:
         """Tokenizes the prompt and warms up. Raises ``InputError`` if the prompt does not fit."""
         self._loaded = loaded
         self._options = options
-        self._clock = clock or DeviceClock(loaded.device)
+        self._clock = clock or clock_for(loaded.device)
         self._dtype = str(loaded.dtype).removeprefix("torch.")
         begin = self._clock.now()
         ids = encode(loaded.tokenizer, options.prompt, options.chat, options.system)
@@ -77,7 +83,7 @@ class GenerationRun:
         room = check_fits(len(ids), options.max_new_tokens, loaded.context_limit)
         wanted = options.max_new_tokens or min(DEFAULT_NEW_TOKENS, room or DEFAULT_NEW_TOKENS)
 
-        self._forward = Forward(loaded.model)
+        self._forward = Forward(loaded.model, loaded.attention)
         self._weights = WeightReads(loaded.model)
         policy = policy_for(loaded.model, options.cache) if options.cached else None
         specs = specs_for(loaded.model) if options.cached else []
@@ -89,13 +95,21 @@ class GenerationRun:
             )
         # The last new token is never forwarded, so it is never stored.
         tokens = len(ids) + wanted - 1
-        if not options.force:
-            demand = Demand(tokens, policy, chunk or len(ids))
+        self._cache = policy.for_tokens(tokens).make(specs) if policy else None
+        self._file: PromptCache | None = None
+        reuse = Reuse(len(ids), 0, 0, len(ids))
+        if options.prompt_cache is not None and self._cache is not None:
+            writes = not options.prompt_cache_read_only
+            cache = self._cache
+            self._file = PromptCache(options.prompt_cache, writes, loaded, cache, self._clock)
+            reuse = self._file.take(ids, options.chat)
+        if not options.force and not is_spread(loaded.model):
+            demand = Demand(tokens, policy, chunk or reuse.computed)
             itemsize = loaded.dtype.itemsize
             check_before_growing(loaded.config, specs, itemsize, str(loaded.device), demand)
-        self._cache = policy.for_tokens(tokens).make(specs) if policy else None
         sampler = Sampler(options.sampling)
-        self._decoder = Decoder(self._forward, ids, sampler, self._cache, options.prefill_chunk)
+        snapshot = self._file is not None and self._file.wants_snapshot(tokens)
+        self._decoder = Decoder(self._forward, ids, sampler, self._cache, chunk, snapshot)
         self._text = IncrementalText(loaded.tokenizer, ids)
         self._stops = StopStrings(options.stop)
         self._kept = KeptLogits(self._kept_limit(wanted))
@@ -105,7 +119,7 @@ class GenerationRun:
             warm_up(loaded, self._forward, ids, policy.make(specs) if policy else None)
         self.record = Generation(
             model=model_facts(loaded, self._weights.total, self._cache),
-            environment=environment(loaded.model, loaded.device, self._dtype, bandwidth),
+            environment=environment(self._forward.attention, loaded.device, self._dtype, bandwidth),
             cached=options.cached,
             cache=options.cache if options.cached else None,
             prompt=options.prompt,
@@ -114,6 +128,7 @@ class GenerationRun:
             max_new_tokens=wanted,
             prefill_chunk=options.prefill_chunk,
             sampling=asdict(options.sampling) | {"seed": sampler.seed},
+            reuse=reuse,
         )
         if policy is not None and policy.note is not None:
             self.record.notes.append(policy.note)
@@ -139,6 +154,7 @@ class GenerationRun:
     def finish(self) -> Generation:
         """The record, complete, after recomputing without a cache what the options ask for."""
         record = self.record
+        self._keep()
         if record.finish_reason == "interrupted":
             record.notes.append("interrupted: nothing was recomputed without a cache")
         elif record.finish_reason == "memory":
@@ -149,9 +165,24 @@ class GenerationRun:
             self._recompute()
         if self._cache is not None:
             record.kv_bytes_formula = self._cache.bytes_formula(self._loaded.dtype.itemsize)
+        if record.finish_reason != "memory":  # which befalls one rank, not all
+            itemsize = self._loaded.dtype.itemsize
+            record.ranks = rank_shares(self._weights.total, self._cache, itemsize)
+        if self._cache is not None and is_spread(self._loaded.model):
+            record.notes.append(device_note(self._cache))
         if record.steps:
             record.totals = self._totals()
         return record
+
+    def _keep(self) -> None:
+        """Leave the cache in the prompt-cache file, once."""
+        record = self.record
+        if self._file is None or not self._file.writes or record.kept or record.reuse is None:
+            return
+        prefill_s = record.steps[0].latency_s if record.steps else None
+        snapshot = self._decoder.snapshot
+        record.kept = Kept(str(self._file.path))
+        self._file.keep(record.kept, snapshot, self._decoder.ids, record.reuse, prefill_s)
 
     def _step(self, index: int) -> tuple[str, bool]:
         """One token: its record, the text it frees, and whether it is the last."""
@@ -251,6 +282,7 @@ class GenerationRun:
     def _totals(self) -> Totals:
         steps = self.record.steps
         prefill = steps[0].latency_s
+        read = (self.record.reuse and self.record.reuse.read_s) or 0.0
         decode = sum(step.latency_s for step in steps[1:])
         costs = [step.recompute_s for step in steps if step.recompute_s is not None]
         return Totals(
@@ -259,7 +291,7 @@ class GenerationRun:
             prefill_s=prefill,
             decode_s=decode,
             detokenize_s=self._detokenize_s,
-            ttft_s=self._tokenize_s + prefill,
+            ttft_s=self._tokenize_s + read + prefill,
             tpot_s=decode / (len(steps) - 1) if len(steps) > 1 else None,
             forwarded_tokens=sum(step.forwarded_tokens for step in steps),
             recompute_s=sum(costs) if costs else None,

@@ -14,7 +14,7 @@ from kvgen.cache.manager import KVCache
 from kvgen.cache.policies import find_policy
 from kvgen.engine.prompt import check_fits, encode
 from kvgen.errors import InputError, UsageError
-from kvgen.measure.clock import Clock, DeviceClock
+from kvgen.measure.clock import Clock, clock_for
 from kvgen.measure.compare import ComparisonRun, Track
 from kvgen.measure.comparison_records import Comparison, PromptSource
 from kvgen.measure.contestants import Cached, Contestant, Uncached
@@ -90,7 +90,7 @@ def prepare(
     load_before = load_average()
     # Set, not only read: libraries that ask at other times then see the same number.
     torch.set_num_threads(torch.get_num_threads())
-    clock = clock or DeviceClock(loaded.device)
+    clock = clock or clock_for(loaded.device)
     begin = clock.now()
     tracks, source = _tracks(loaded, options)
     tokenize_s = clock.now() - begin if options.tokens is None else 0.0
@@ -113,7 +113,9 @@ def prepare(
     cache = KVCache(specs_for(loaded.model))
     record = Comparison(
         model=model_facts(loaded, reference.weights.total, cache),
-        environment=environment(loaded.model, loaded.device, reference.facts.dtype, bandwidth),
+        environment=environment(
+            reference.forward.attention, loaded.device, reference.facts.dtype, bandwidth
+        ),
         random_weights=loaded.source.kind == "random weights",
         prompt=options.prompt or "",
         prompt_source=source,

@@ -65,11 +65,12 @@ class VerificationRun:
             loaded.model,
             ids,
             min(_PROMPT, len(ids) - 1),
+            attention=loaded.attention,
             longest=min(_LONGEST[quick], limit, max(len(ids), _MOST_LOGITS // vocabulary)),
         )
         self.record = Verification(
             model=model_facts(loaded, WeightReads(loaded.model).total, cache),
-            environment=environment(loaded.model, loaded.device, dtype, None),
+            environment=environment(self._verifier.attention, loaded.device, dtype, None),
             quick=quick,
             tokens=len(ids),
             tolerance=self._verifier.limit,

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvgen.cache.adapter import TransformersCache, continues_prefill, specs_for
+from kvgen.cache.fingerprint import fingerprint
 from kvgen.cache.layers import CannotTrimError
 from kvgen.cache.manager import KVCache
 from kvgen.cache.quirks import takes_padding
+from kvgen.cache.saving import load_cache, open_for, save_cache
 from kvgen.engine.forward import Forward
 from kvgen.measure.checks import (
     BATCH,
@@ -62,13 +66,17 @@ class Verifier:
         limit: float | None = None,
         step: int = 256,
         longest: int = 1024,
+        attention: str = "auto",
     ) -> None:
         """Logits may differ by ``limit``, by default what the model's dtype explains.
 
         ``step`` is the slots that buffers grow by. ``longest`` is how many tokens passing a window
-        may take. Raises ``ModelError`` for a model that the cache does not serve.
+        may take. ``attention`` is what single tokens attend with. Raises ``ModelError`` for a model
+        that the cache does not serve.
         """
-        self._forward = Forward(model)
+        self._model = model
+        self._forward = Forward(model, attention)
+        self.attention = self._forward.attention
         self._specs = specs_for(model)
         self._many = continues_prefill(model, self._specs)
         self._pads = takes_padding(model)
@@ -91,7 +99,7 @@ class Verifier:
         yield guarded(TRIM, self.trim_and_regenerate)
         yield guarded(RESET, self.reset_and_repeat)
         yield guarded(FORK, self.fork_is_independent)
-        yield self.save_and_load()
+        yield guarded(SAVE_AND_LOAD, self.save_and_load)
         yield guarded(BATCH, self.batch_against_alone)
         yield guarded(PADDING, self.left_padding)
         yield guarded(BYTES, self.bytes_follow_the_formula)
@@ -171,7 +179,17 @@ class Verifier:
 
     def save_and_load(self) -> Outcome:
         """A cache read back from a file goes on as the one that was written."""
-        return not_applicable(SAVE_AND_LOAD, "kvgen writes no caches to disk yet")
+        cache, again = self._new_cache(), self._new_cache()
+        self._run(cache, [self._prompt])
+        own = fingerprint(self._model, None, self._specs, cache.kv.policy)
+        try:
+            with TemporaryDirectory(prefix="kvgen-") as folder:
+                path = Path(folder) / "cache"
+                save_cache(path, cache.kv, self._ids[: self._prompt], own)
+                load_cache(open_for(path, own), again.kv, self._model.device)
+        except OSError as error:
+            return not_applicable(SAVE_AND_LOAD, f"no file can be written here: {error.strerror}")
+        return self._compare(SAVE_AND_LOAD, self._feed(again, self._ones), self._prompt)
 
     def batch_against_alone(self) -> Outcome:
         """Two sequences in one batch predict what each predicts alone."""

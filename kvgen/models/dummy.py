@@ -71,6 +71,7 @@ def load_dummy(options: LoadOptions) -> LoadedModel:
         context_limit=context_limit(decoder),
         load_s=loaded - started,
         tokenizer_s=tokenized - loaded,
+        attention=options.attention,
     )
 
 

@@ -22,6 +22,8 @@ from kvgen.models.device import check_dtype_name, choose_device, choose_dtype
 from kvgen.models.failures import failing_as_model_error
 from kvgen.models.names import resolve
 from kvgen.models.quiet import quiet_libraries
+from kvgen.models.ranks import local
+from kvgen.models.spread import check_spread, spread_arguments
 from kvgen.models.tokenizers import load_tokenizer
 from kvgen.models.types import LoadedModel, LoadOptions, ModelSource, ProgressCallback, no_progress
 from kvgen.models.weights import Weights, find_weights, read_config
@@ -46,6 +48,7 @@ def load_model(options: LoadOptions, progress: ProgressCallback | None = None) -
         return load_dummy(options)
     report = progress or no_progress
     check_dtype_name(options.dtype)
+    check_spread(options)
     device = choose_device(options.device)
     source, convert_s = _resolved_folder(options, report)
     name = source.name
@@ -65,7 +68,9 @@ def load_model(options: LoadOptions, progress: ProgressCallback | None = None) -
     dtype = choose_dtype(options.dtype, checkpoint_dtype(config, weights.dtype), device)
     model = _read_weights(source.path, config, dtype, name, options)
     with failing_as_model_error(name):
-        model = model.to(device).eval().requires_grad_(False)
+        if options.spread == "none":
+            model = model.to(device)
+        model = model.eval().requires_grad_(False)
         _read_in(model)
     ended = time.perf_counter()
 
@@ -83,6 +88,7 @@ def load_model(options: LoadOptions, progress: ProgressCallback | None = None) -
         tokenizer_s=tokenized - checked,
         convert_s=convert_s,
         rotary_change=rotary_change(decoder),
+        attention=options.attention,
     )
 
 
@@ -119,7 +125,9 @@ def _check_folder(folder: Path, name: str) -> None:
 def _read_weights(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype, name: str, options: LoadOptions
 ) -> PreTrainedModel:
-    """The model with every weight read from the folder's safetensors, on the CPU."""
+    """The model with every weight read from the folder's safetensors: on the CPU, or where
+    ``options.spread`` puts it.
+    """
     from transformers import AutoModelForCausalLM
 
     with failing_as_model_error(name), quiet_libraries():
@@ -132,6 +140,7 @@ def _read_weights(
             ignore_mismatched_sizes=True,  # so that they are listed, and refused below
             trust_remote_code=options.trust_remote_code,
             local_files_only=options.offline or not options.trust_remote_code,
+            **spread_arguments(options.spread, config, name),
         )
     _require_complete(info, name)
     return model
@@ -143,7 +152,7 @@ def _read_in(model: PreTrainedModel) -> None:
     Otherwise the disk would be read, and counted, within the first forward.
     """
     page = 4096  # bytes; the smallest in use
-    for parameter in model.parameters():
+    for parameter in map(local, model.parameters()):
         if parameter.device.type == "cpu" and parameter.is_contiguous():
             parameter.data.view(-1)[:: page // parameter.element_size()].sum()
 

@@ -26,6 +26,9 @@ class LoadOptions:
     """What the user asked for. ``model=None`` means the default model.
 
     ``load_format`` "dummy" fills an architecture with random weights, see ``kvgen.models.dummy``.
+    ``spread`` is how a model is divided, see ``kvgen.models.spread``: "tensor" over the ranks of
+    this run, "auto" over the devices of this machine.
+    ``attention`` is what single tokens attend with: auto, model (its own) or kvgen.
     """
 
     model: str | None = None
@@ -35,6 +38,8 @@ class LoadOptions:
     trust_remote_code: bool = False
     offline: bool = False
     load_format: Literal["auto", "dummy"] = "auto"
+    spread: Literal["none", "tensor", "auto"] = "none"
+    attention: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class LoadedModel:
     the model makes keys with another rotary base, None for most. ``load_s`` covers configuration,
     weights and the move to the device; ``tokenizer_s`` the tokenizer; ``convert_s`` a GGUF
     conversion, 0 when none ran.
-    All three are seconds.
+    All three are seconds. ``attention`` is as it was asked for (see ``LoadOptions``).
     """
 
     source: ModelSource
@@ -83,3 +88,4 @@ class LoadedModel:
     tokenizer_s: float
     convert_s: float = 0.0
     rotary_change: int | None = None
+    attention: str = "auto"

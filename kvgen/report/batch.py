@@ -13,7 +13,9 @@ SCHEMA = "kvgen.batch/1"
 
 def row_line(result: RowResult) -> dict[str, Any]:
     """One finished prompt under its schema's name; the fields are in ``docs/json.md``."""
-    return {"schema": SCHEMA} | asdict(result)
+    line = asdict(result)
+    line["receipt"] |= {"computed": result.receipt.computed}
+    return {"schema": SCHEMA} | line
 
 
 def summary_lines(summary: BatchSummary) -> list[str]:
@@ -26,7 +28,7 @@ def summary_lines(summary: BatchSummary) -> list[str]:
     if summary.prompts:
         counts += f", {summary.new_tokens:,} new tokens in {seconds_text(summary.wall_s)}"
     if summary.tokens_per_s is not None:
-        counts += f": {summary.tokens_per_s:.1f} tokens/s, {summary.batch_size} rows at a time"
+        counts += f": {summary.tokens_per_s:.1f} tokens/s, {_at_a_time(summary)}"
     lines.append(counts)
     if summary.prompts:
         lines.append(
@@ -39,3 +41,8 @@ def summary_lines(summary: BatchSummary) -> list[str]:
             f"KV cache: at most {bytes_text(summary.kv_bytes_peak)} for rows and stored prefixes"
         )
     return [visible(line) for line in lines + summary.notes]
+
+
+def _at_a_time(summary: BatchSummary) -> str:
+    size = summary.batch_size
+    return "one row at a time" if size == 1 else f"up to {size} rows at a time"

@@ -56,12 +56,12 @@ def _built(kind: Any, value: Any, where: str = "") -> Any:
         hints = get_type_hints(kind)
         if not isinstance(value, dict):
             raise TypeError(f"{where or 'the document'} must be an object")
-        absent = [field.name for field in fields(kind) if field.name not in value]
+        given = [field for field in fields(kind) if field.name in value]
+        # What may be null may be absent: documents of earlier releases lack what came later.
+        absent = [f.name for f in fields(kind) if f not in given and f.default is not None]
         if absent:
             raise ValueError(f"{where}{absent[0]} is missing")
-        parts = {
-            f.name: _built(hints[f.name], value[f.name], f"{where}{f.name}.") for f in fields(kind)
-        }
+        parts = {f.name: _built(hints[f.name], value[f.name], f"{where}{f.name}.") for f in given}
         return kind(**parts)  # type: ignore[operator]
     if origin in (Union, types.UnionType):
         inner = next(part for part in get_args(kind) if part is not type(None))
