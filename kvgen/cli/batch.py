@@ -28,11 +28,12 @@ _TOKENS, _CACHE, _OUTPUT = "Tokens", "Cache and measuring", "Output"
 
 
 def batch(
-    file: Annotated[
-        str,
+    files: Annotated[
+        list[str],
         typer.Argument(
-            metavar="FILE",
-            help="JSON Lines, each with a prompt or messages, and an id; - reads stdin.",
+            metavar="FILE [PART]...",
+            help="JSON Lines, each with a prompt or messages, and an id; - reads stdin. With "
+            "--merge the files of results follow.",
         ),
     ],
     model: shared.ModelOption = None,
@@ -67,6 +68,7 @@ def batch(
     ] = False,
     chat: shared.ChatOption = False,
     system: shared.SystemOption = None,
+    parse_special: shared.ParseSpecialOption = False,
     batch_size: Annotated[
         int,
         option(
@@ -112,6 +114,18 @@ def batch(
             rich_help_panel=_OUTPUT,
         ),
     ] = False,
+    shard: Annotated[
+        str | None,
+        option("--shard", help="Only a part of the prompts: 2/4.", rich_help_panel=_OUTPUT),
+    ] = None,
+    merge: Annotated[
+        bool,
+        option(
+            "--merge",
+            help="Run nothing: put the results of all shards into one, in the prompts' order.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = False,
     quiet: shared.QuietOption = False,
     debug: shared.DebugOption = False,
     config: shared.ConfigOption = None,
@@ -122,13 +136,26 @@ def batch(
     order of the prompts; stderr carries the progress and a summary.
     """
     from kvgen.cache.policies import DEFAULT, find_policy
+    from kvgen.cli import sharding
     from kvgen.cli.results import results_to
+    from kvgen.measure.shards import shard_of
 
+    file, *parts = files
+    if parts and not merge:
+        raise UsageError(f"one file of prompts at a time, and {parts[0]} is another")
+    if merge:
+        if shard is not None or resume:
+            raise UsageError("--merge runs nothing; leave out --shard and --resume")
+        return sharding.merge(_read(file)[0], parts, output)
     find_policy(cache or DEFAULT)
     budget = None if prefix_budget is None else values.size("--prefix-budget", prefix_budget)
     if budget is not None and no_share_prefix:
         raise UsageError("--prefix-budget is for shared prefixes; leave out --no-share-prefix")
+    chosen, output, device = sharding.choose_shard(shard, output, device)
     requests, rejected = _read(file)
+    if chosen is not None:
+        requests = shard_of(requests, *chosen)
+        rejected = rejected if chosen[0] == 1 else []  # to be said once
     results = results_to(output, resume)
 
     with preparing():
@@ -144,6 +171,7 @@ def batch(
             max_new_tokens=max_new_tokens,
             chat=chat,
             system=system,
+            parse_special=parse_special,
             sampling=SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed),
             stop=tuple(stop or ()),
             ignore_eos=ignore_eos,

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvgen.cache.adapter import TransformersCache
 from kvgen.cache.manager import KVCache
 from kvgen.cache.rows import drop_first, keep, put, stack
+from kvgen.engine.finite import NotFiniteError
 from kvgen.engine.forward import Forward
 from kvgen.engine.sampling import Sampler
 
@@ -93,7 +94,17 @@ class RowBatch:
         rows = self.rows
         newest = [row.ids[-1:] for row in rows]
         logits = self._forward.rows(newest, self._padding, self._cache)[:, -1]
-        return [row.choose(each) for row, each in zip(rows, logits, strict=True)]
+        return [self.choose(row, each) for row, each in zip(rows, logits, strict=True)]
+
+    def choose(self, row: Row, logits: Tensor) -> int:
+        """Append the token chosen from ``logits [vocab]`` to a row; its id.
+
+        Raises ``ModelError`` naming the layer when they are no finite numbers.
+        """
+        try:
+            return row.choose(logits)
+        except NotFiniteError as error:
+            raise self._forward.not_finite(row.ids, None) from error
 
     def _start(self, cache: KVCache, rows: list[Row | None], padding: list[int]) -> None:
         self._cache = TransformersCache(cache)

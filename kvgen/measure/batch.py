@@ -108,7 +108,7 @@ class BatchRun:
                 more = prompt is not None
                 if prompt is None:
                     break
-                begun, cache = self._begin(prompt)
+                begun, cache = self._begin(prompt, batch)
                 if begun.answer.reason is not None:
                     yield self._ended(begun)
                     continue
@@ -134,12 +134,12 @@ class BatchRun:
                 ended.append(self._ended(flying.pop(row)))
         return ended
 
-    def _begin(self, prompt: Prompt) -> tuple[_InFlight, KVCache]:
+    def _begin(self, prompt: Prompt, batch: RowBatch) -> tuple[_InFlight, KVCache]:
         """Prefill: the row with its first token, and the cache of all tokens before it."""
         begin = self._clock.now()
         cache, logits, receipt = self._prefill(prompt.ids)
         row = Row(list(prompt.ids), Sampler(prompt.sampling))
-        token = row.choose(logits)
+        token = batch.choose(row, logits)
         now = self._clock.now()
         ends = frozenset() if self._options.ignore_eos else self._loaded.stop_ids
         answer = Answer(self._loaded.tokenizer, prompt.ids, prompt.new_tokens, ends, prompt.stop)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvgen.engine.prompt import Message
+from kvgen.engine.special import Message
 from kvgen.errors import UsageError
 
 Id = str | int
@@ -144,4 +144,6 @@ def _stop(value: Any) -> tuple[str, ...] | None:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise ValueError("has a stop that is neither text nor a list of texts")
+    if "" in stops:
+        raise ValueError("has an empty stop, which would end everything at once")
     return tuple(stops)
