@@ -18,6 +18,7 @@ import pytest
 from conftest import Cli
 
 from kvgen.engine.batch import RowBatch
+from kvgen.errors import ModelError
 from kvgen.report.document import schema
 
 START = "It was a bright cold day in April"
@@ -154,6 +155,29 @@ def test_what_cannot_be_meant_is_one_line(
     assert (done.returncode, done.stdout) == (code, "")
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_error_midway_keeps_the_rows_that_are_finished(
+    cli: Cli, tiny_folder: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("batch", prompts, "-m", tiny_folder, "-b", "4", "--ignore-eos")
+    whole = lasting(cli(*command).stdout)
+    step, left = RowBatch.step, 9
+
+    def broken(batch: RowBatch) -> list[int]:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise ModelError("the model's logits are not finite numbers")
+        return step(batch)
+
+    monkeypatch.setattr(RowBatch, "step", broken)
+    done = cli(*command)
+    assert done.returncode == 3
+    assert done.stderr.splitlines()[-1] == "kvgen: the model's logits are not finite numbers"
+    kept = lasting(done.stdout)
+    assert 0 < len(kept) < 10
+    assert kept == [line for line in whole if line in kept]
 
 
 def test_a_file_that_is_not_there_is_named(cli: Cli, tmp_path: Path) -> None:
