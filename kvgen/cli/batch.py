@@ -279,7 +279,7 @@ def _show(run: BatchRun, results: InOrder | ResultFile, quiet: bool) -> int:
         with contextlib.suppress(OSError):
             console = error_console()
             for line in summary_lines(summary):
-                console.print(line)
+                console.print(line, soft_wrap=True)
             if code == INTERRUPTED:
                 console.print(f"interrupted with {run.total - summary.prompts:,} prompts to go")
     if out_of_memory is not None:
