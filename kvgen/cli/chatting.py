@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvgen.cli.interrupts import stopping
+from kvgen.cli.interrupts import stopping, terminated
 from kvgen.cli.lines import Lines, history
 from kvgen.errors import InputError, KvgenError, UsageError
 
@@ -107,6 +107,8 @@ class Chat:
                 ) from error
             except KeyboardInterrupt:
                 self._end_line()
+                if terminated():
+                    raise
                 _say("broken off; this turn is not kept, and what was cached is computed again")
                 return True
         self._end_line()

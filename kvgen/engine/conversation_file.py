@@ -65,7 +65,8 @@ class ConversationFiles:
         if self._own is None:
             talk, loaded = self._talk, self._talk.loaded
             specs, policy = talk.cache.specs, talk.cache.policy
-            self._own = fingerprint(loaded.model, loaded.tokenizer, specs, policy)
+            attention = talk.forward.attention
+            self._own = fingerprint(loaded.model, loaded.tokenizer, specs, policy, attention)
         return self._own
 
 
