@@ -37,6 +37,7 @@ def chat(
     revision: shared.RevisionOption = None,
     dtype: shared.DtypeOption = shared.Dtype.auto,
     device: shared.DeviceOption = "auto",
+    attention: shared.AttentionOption = shared.AttentionMode.auto,
     threads: shared.ThreadsOption = None,
     load_format: shared.LoadFormatOption = shared.LoadFormat.auto,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
@@ -96,6 +97,7 @@ def chat(
         # The heavy imports start here, once the command line is known to be right.
         from kvgen.cache.policies import DEFAULT
         from kvgen.engine.conversation import ChatOptions
+        from kvgen.engine.conversation_file import ConversationFiles
         from kvgen.engine.sampling import SamplingOptions
         from kvgen.models import LoadOptions
 
@@ -114,6 +116,7 @@ def chat(
             revision=revision,
             dtype=dtype.value,
             device=device,
+            attention=attention.value,
             trust_remote_code=trust_remote_code,
             offline=offline,
             load_format=load_format.value,
@@ -121,7 +124,12 @@ def chat(
         measured = _prepare(load, options, threads, quiet)
     lines = Lines()
     session = Chat(
-        measured, Output(None), lines, output_format is ChatFormat.jsonl, not (quiet or no_stats)
+        measured,
+        Output(None),
+        lines,
+        jsonl=output_format is ChatFormat.jsonl,
+        receipts=not (quiet or no_stats),
+        files=ConversationFiles(measured.conversation),
     )
     if lines.interactive and not quiet:
         session.greet()
