@@ -108,7 +108,7 @@ class CacheFile:
         return counts
 
     def require(self, fingerprint: Fingerprint) -> None:
-        """Raises ``CacheFileError``, naming every difference, unless the file was made with this."""
+        """Raises ``CacheFileError``, naming every difference, unless it was made with this."""
         different = self.header.fingerprint.differences(fingerprint)
         if different:
             raise CacheFileError(

@@ -65,7 +65,7 @@ class PromptCache:
         header = self._file.header
         with self._timed() as took:
             receipt = self._taken(self._file, prompt)
-        if header.seconds is not None:
+        if header.seconds is not None and self._held:
             self._rate = header.seconds / len(self._held)
         return Reuse(
             receipt.submitted,
