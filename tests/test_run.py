@@ -123,6 +123,9 @@ def test_what_a_file_saves_is_what_its_tokens_took_when_they_were_computed(
     assert record.totals.ttft_s == pytest.approx(0.56)
     # 4 tokens at the old rate and 6 at the new one; decoding was not counted.
     assert open_cache_file(file).header.seconds == pytest.approx(0.10)
+    # The rate of 10 tokens says little of 21.
+    finished(tiny, clock, 12, prompt="Time flies", prompt_cache=file)
+    assert open_cache_file(file).header.seconds is None
 
 
 def test_one_token_has_no_time_per_output_token(tiny: LoadedModel, clock: FakeClock) -> None:
