@@ -97,6 +97,7 @@ def compare(
     ] = None,
     chat: shared.ChatOption = False,
     system: shared.SystemOption = None,
+    parse_special: shared.ParseSpecialOption = False,
     depth: Annotated[
         str | None,
         option(
@@ -241,6 +242,7 @@ def compare(
         prompt=text,
         chat=chat or system is not None,
         system=system,
+        parse_special=parse_special,
         prompt_tokens=prompt_tokens or 128,
         new_tokens=max_new_tokens,
         depths=depths,
