@@ -205,6 +205,17 @@ def test_only_pairs_are_shared_out() -> None:
         share_of([plain], Settings({"num_attention_heads": 9}), 8)
 
 
+def test_the_plan_in_the_documentation_is_what_size_says(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).resolve().parent.parent
+    monkeypatch.chdir(root)
+    page = (root / "docs" / "scaling.md").read_text("utf-8")
+    line = page.split("```sh\nkvgen size ", 1)[1].split("\n", 1)[0]
+    shown = page.split("```text\nconfigs", 1)[1].split("```", 1)[0]
+    assert cli("size", *line.split()).stdout.startswith(f"configs{shown}")
+
+
 def test_tensor_parallel_on_cuda(folder: Path) -> None:
     found = torch.cuda.device_count()
     if found < 2:
