@@ -40,7 +40,7 @@ class RowProducts(TorchFunctionMode):  # type: ignore[misc]  # torch is read wit
         return func(*args, **(kwargs or {}))
 
 
-def row_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def row_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
     """``torch.nn.functional.linear`` summed in float32; ``input`` ends in one row, ``[1, in]``."""
     result = (_wide(weight) * _wide(input).unsqueeze(-2)).sum(-1)
     if bias is not None:
