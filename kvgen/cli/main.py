@@ -71,7 +71,7 @@ def _root(
 def main() -> None:
     """Run the command line and exit with its code."""
     note_interrupts()
-    quiet_other_ranks()
+    quiet_other_ranks(next(iter(sys.argv[1:]), ""))
     prepare_streams()
     code = exit_code(run(sys.argv[1:]))
     leave_streams()

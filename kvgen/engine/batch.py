@@ -42,8 +42,10 @@ class RowBatch:
     longer than all others. A batch of one row takes its cache over as it is.
     """
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: Forward, size: int) -> None:
+        """Places for ``size`` rows are made as soon as there are two."""
         self._forward = forward
+        self._size = size
         self._cache: TransformersCache | None = None
         self._places: list[Row | None] = []
         self._padding: list[int] = []
@@ -73,10 +75,12 @@ class RowBatch:
             self._padding[place] = whole.position - cache.position
         else:
             self._close_ranks()
-            wider = stack([whole, cache])
+            size = max(self._size, len(self._places) + 1)
+            wider = stack([whole, cache], size)
             padding = [p + wider.position - whole.position for p in self._padding]
             padding.append(wider.position - cache.position)
-            self._start(wider, [*self._places, row], padding)
+            free = size - len(padding)
+            self._start(wider, [*self._places, row, *[None] * free], [*padding, *[0] * free])
 
     def leave(self, row: Row) -> None:
         """Take a row out; its place is free."""

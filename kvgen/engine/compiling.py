@@ -40,13 +40,16 @@ _EXPERTS = "batched_mm"  # the library's way of running experts that depends on 
 _SETTINGS: dict[str, Any] = {"cpp.threads": 16, "cpp.dynamic_threads": True}
 _EXAMPLE_BLOCKS, _EXAMPLE_CAPACITY = 64, 96
 
+
 class Call:
     """How a module is called in a decode step: its arguments, of which tensors are inputs."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._arguments = (args, kwargs)
         found = list(_leaves(self._arguments))
-        self.where: list[tuple[Any, ...]] = [path for path, leaf in found if isinstance(leaf, Tensor)]
+        self.where: list[tuple[Any, ...]] = [
+            path for path, leaf in found if isinstance(leaf, Tensor)
+        ]
         """Where each tensor lies in ``(args, kwargs)``."""
         self.tensors = [leaf for _, leaf in found if isinstance(leaf, Tensor)]
         self.rest = repr([(p, _spelled(leaf)) for p, leaf in found if not isinstance(leaf, Tensor)])

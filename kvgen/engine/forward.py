@@ -110,8 +110,9 @@ class Forward:
         with torch.inference_mode(), self._one_query if one else nullcontext():
             batch = torch.tensor(rows, device=self._device)
             logits: Tensor = self._model(input_ids=batch, return_dict=True, **inputs).logits
+            if cache is not None:
+                take_back_states(self._state_holders, cache.kv)
         if cache is not None:
-            take_back_states(self._state_holders, cache.kv)
             cache.kv.advance(count)
         return logits
 

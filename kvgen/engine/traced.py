@@ -42,7 +42,9 @@ class RowProducts(TorchFunctionMode):  # type: ignore[misc]  # torch is read wit
 
 def row_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
     """``torch.nn.functional.linear`` summed in float32; ``input`` ends in one row, ``[1, in]``."""
-    result = (_wide(weight) * _wide(input).unsqueeze(-2)).sum(-1)
+    row = _wide(input)
+    row = row.as_strided(row.shape, row.stride())
+    result = (_wide(weight) * row.unsqueeze(-2)).sum(-1)
     if bias is not None:
         result = result + _wide(bias)
     return result.to(input.dtype)

@@ -39,6 +39,8 @@ class BatchOptions:
     ignore_eos: bool = False
     cache: str = DEFAULT
     """The storage policy with its options, as ``find_policy`` reads it."""
+    prefill_chunk: int | None = None
+    """Forward prompts in pieces of at most this many tokens."""
     force: bool = False
     """Go on where memory is predicted not to suffice."""
 
@@ -53,6 +55,11 @@ class Prompt:
     stop: tuple[str, ...]
     sampling: SamplingOptions
     digest: str
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole sequence that is stored: the last new token never is."""
+        return len(self.ids) + self.new_tokens - 1
 
 
 def prepare_prompts(

@@ -117,7 +117,7 @@ def _request(fields: Any, line: int) -> Request:
 
 def _expect(name: str, value: Any, kind: Any, wanted: str) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
-        raise ValueError(f"has a {name} that is not {wanted}")
+        raise ValueError(f"has {name} = {value!r}, which is not {wanted}")
 
 
 def _messages(value: Any) -> tuple[Message, ...] | None:

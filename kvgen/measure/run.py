@@ -102,9 +102,14 @@ class GenerationRun:
         self._file: PromptCache | None = None
         reuse = Reuse(len(ids), 0, 0, len(ids))
         if options.prompt_cache is not None and self._cache is not None:
-            writes = not options.prompt_cache_read_only
-            cache = self._cache
-            self._file = PromptCache(options.prompt_cache, writes, loaded, cache, self._clock)
+            self._file = PromptCache(
+                options.prompt_cache,
+                not options.prompt_cache_read_only,
+                loaded,
+                self._forward.attention,
+                self._cache,
+                self._clock,
+            )
             reuse = self._file.take(ids, options.chat)
         if not options.force and not is_spread(loaded.model):
             demand = Demand(tokens, policy, chunk or reuse.computed)

@@ -183,7 +183,7 @@ class Verifier:
         """A cache read back from a file goes on as the one that was written."""
         cache, again = self._new_cache(), self._new_cache()
         self._run(cache, [self._prompt])
-        own = fingerprint(self._model, None, self._specs, cache.kv.policy)
+        own = fingerprint(self._model, None, self._specs, cache.kv.policy, "any")
         try:
             with TemporaryDirectory(prefix="kvgen-") as folder:
                 path = Path(folder) / "cache"
