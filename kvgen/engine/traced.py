@@ -40,7 +40,7 @@ class RowProducts(TorchFunctionMode):  # type: ignore[misc]  # torch is read wit
         return func(*args, **(kwargs or {}))
 
 
-def row_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+def row_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear`` summed in float32; ``input`` ends in one row, ``[1, in]``."""
     row = _wide(input)
     row = row.as_strided(row.shape, row.stride())
