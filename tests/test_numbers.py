@@ -61,8 +61,9 @@ def test_damage_that_only_the_cache_has_is_told_as_such(model: Any) -> None:
     cache = KVCache(adapter.specs_for(model))
     decoder = Decoder(Forward(model), [1, 2, 3], Sampler(SamplingOptions()), cache)
     decoder.step()
-    for buffer in cache.layers[0].buffers():
-        buffer.fill_(torch.nan)
+    with torch.inference_mode():
+        for buffer in cache.layers[0].buffers():
+            buffer.fill_(torch.nan)
     with pytest.raises(ModelError, match="at step 1, though not without the cache"):
         decoder.step()
 

@@ -118,6 +118,7 @@ class Watched(pyte.Screen):
     def __init__(self, columns: int = 80, lines: int = 24) -> None:
         self.acts: list[str] = []
         super().__init__(columns, lines)
+        self.acts.clear()  # it sets itself up
 
     def set_title(self, param: str) -> None:
         self.acts.append(f"title {param}")
