@@ -153,7 +153,7 @@ def test_a_conversion_is_whole_or_not_there(
     for _ in range(COUNT["convert"]):
         shutil.rmtree(place, ignore_errors=True)
         sent = chance.choice(SIGNALS)
-        ended = moments.run(line, sent, chance.uniform(0, usual.seconds), cache)
+        ended = moments.run(line, sent, chance.uniform(0, usual.seconds * 0.6), cache)
         ended_well(ended, sent)
         found = store.find_converted(store.content_hash(file))
         converted += found is not None
