@@ -74,6 +74,7 @@ def compare(
     load_format: shared.LoadFormatOption = shared.LoadFormat.auto,
     device: shared.DeviceOption = "auto",
     attention: shared.AttentionOption = shared.AttentionMode.auto,
+    tune: shared.TuneOption = shared.Tune.auto,
     threads: shared.ThreadsOption = None,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
     offline: shared.OfflineOption = False,
@@ -247,6 +248,7 @@ def compare(
         trust_remote_code=trust_remote_code,
         offline=offline,
         attention=attention.value,
+        tune=tune.value,
         load_format=load_format.value,
     )
     gates = GateOptions(fail_under_speedup, max_tpot_ms, max_ttft_ms, kv_bytes, before, allowed)

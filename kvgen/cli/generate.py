@@ -39,6 +39,7 @@ def generate(
     dtype: shared.DtypeOption = shared.Dtype.auto,
     device: shared.DeviceOption = "auto",
     attention: shared.AttentionOption = shared.AttentionMode.auto,
+    tune: shared.TuneOption = shared.Tune.auto,
     threads: shared.ThreadsOption = None,
     load_format: shared.LoadFormatOption = shared.LoadFormat.auto,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
@@ -206,6 +207,7 @@ def generate(
             trust_remote_code=trust_remote_code,
             offline=offline,
             attention=attention.value,
+            tune=tune.value,
             load_format=load_format.value,
         )
         run = _prepare(load, options, threads, quiet)

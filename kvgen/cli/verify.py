@@ -35,6 +35,7 @@ def verify(
     dtype: shared.DtypeOption = shared.Dtype.auto,
     device: shared.DeviceOption = "auto",
     attention: shared.AttentionOption = shared.AttentionMode.auto,
+    tune: shared.TuneOption = shared.Tune.auto,
     threads: shared.ThreadsOption = None,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
     offline: shared.OfflineOption = False,
@@ -74,6 +75,7 @@ def verify(
         trust_remote_code=trust_remote_code,
         offline=offline,
         attention=attention.value,
+        tune=tune.value,
     )
     with loading(quiet) as progress:
         run = VerificationRun(load_model(load, progress), quick)

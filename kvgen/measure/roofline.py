@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvgen.measure.environment import cpu_name, load_average, usable_cores
+from kvgen.machine import cpu_name, is_busy
 from kvgen.storage import make_private, write_atomically
 
 _PROBE_BYTES = 512 * 1024 * 1024
@@ -74,8 +74,7 @@ def measured_bandwidth(device: Any, threads: int, folder: Path | None) -> float 
         found = _probe(device)
     except RuntimeError:  # out of memory, on any device
         return None
-    busy = (load_average() or 0.0) > usable_cores() / 2
-    if folder is not None and not busy:
+    if folder is not None and not is_busy():
         remembered[key] = found
         try:
             make_private(folder)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -26,7 +26,8 @@ class LoadOptions:
     """What the user asked for. ``model=None`` means the default model.
 
     ``load_format`` "dummy" fills an architecture with random weights, see ``kvgen.models.dummy``.
-    ``attention`` is what single tokens attend with: auto, model (its own) or kvgen.
+    ``attention`` is what single tokens attend with: auto, model (its own) or kvgen. ``tune`` "auto"
+    chooses by timing how linear layers multiply a single row, "off" leaves it to the library.
     """
 
     model: str | None = None
@@ -37,6 +38,7 @@ class LoadOptions:
     offline: bool = False
     load_format: Literal["auto", "dummy"] = "auto"
     attention: str = "auto"
+    tune: Literal["auto", "off"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ class LoadedModel:
     the model makes keys with another rotary base, None for most. ``load_s`` covers configuration,
     weights and the move to the device; ``tokenizer_s`` the tokenizer; ``convert_s`` a GGUF
     conversion, 0 when none ran.
-    All three are seconds. ``attention`` is as it was asked for (see ``LoadOptions``).
+    All three are seconds. ``attention`` is as it was asked for (see ``LoadOptions``);
+    ``products`` is what ``choose_products`` chose.
     """
 
     source: ModelSource
@@ -86,3 +89,4 @@ class LoadedModel:
     convert_s: float = 0.0
     rotary_change: int | None = None
     attention: str = "auto"
+    products: Mapping[str, str] = field(default_factory=dict)
