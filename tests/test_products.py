@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,10 @@ from torch import nn
 
 from kvgen.cache.adapter import TransformersCache
 from kvgen.engine.forward import Forward
-from kvgen.models import products
-from kvgen.models.products import BLOCKS, WHOLE, OneRowProducts, choose_products
+from kvgen.measure.roofline import WeightReads
+from kvgen.measure.verdict import largest_logit, tolerance
+from kvgen.models import packed, products
+from kvgen.models.products import BLOCKS, PACKED, WHOLE, OneRowProducts, choose_products
 
 FLOAT32 = 1e-4
 TYPES = ("llama", "mistral", "gemma2", "gpt_oss")  # full, sliding, soft cap, sinks
@@ -22,11 +26,14 @@ TYPES = ("llama", "mistral", "gemma2", "gpt_oss")  # full, sliding, soft cap, si
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Toys are worth a choice, the machine is idle, and every choice falls to blocks."""
+    """Toys are worth a choice, the machine is idle, and every choice falls to blocks, for nothing
+    can be packed.
+    """
     monkeypatch.setattr(products, "_LEAST_BYTES", 0)
     monkeypatch.setattr(products, "_TIMED_BYTES", 1)
     monkeypatch.setattr(products, "is_busy", lambda: False)
     monkeypatch.setattr(products, "_GAIN", float("inf"))
+    monkeypatch.setattr(packed, "can_pack", lambda layer: False)
 
 
 class Net(nn.Module):
@@ -89,7 +96,7 @@ def test_a_choice_is_made_once_and_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = choose_products(Net(), tmp_path / "new")
-    monkeypatch.setattr(products, "_faster", lambda layers: pytest.fail("timed again"))
+    monkeypatch.setattr(products, "_fastest", lambda layers, alone: pytest.fail("timed again"))
     assert choose_products(Net(), tmp_path / "new") == first
     assert first == {"40x24 float32": BLOCKS, "6x24 float32": BLOCKS}
 
@@ -107,7 +114,7 @@ def test_another_number_of_threads_is_timed_for_itself(
 ) -> None:
     choose_products(Net(), tmp_path)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    monkeypatch.setattr(products, "_faster", lambda layers: WHOLE)
+    monkeypatch.setattr(products, "_fastest", lambda layers, alone: WHOLE)
     assert choose_products(Net(), tmp_path)["40x24 float32"] == WHOLE
     assert len(json.loads((tmp_path / "products.json").read_text())) == 2
 
@@ -123,3 +130,90 @@ def test_a_damaged_memory_is_timed_anew_and_replaced(tmp_path: Path, content: st
 def test_a_folder_that_cannot_be_written_only_costs_the_memory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert choose_products(Net(), tmp_path / "file" / "below")["40x24 float32"] == BLOCKS
+
+
+TENSORS = (torch.Tensor, nn.Parameter)
+PACKABLE = packed.can_pack(nn.Linear(64, 64, dtype=torch.bfloat16))
+packs = pytest.mark.skipif(not PACKABLE, reason="torch packs no bfloat16 weights on this processor")
+
+
+@pytest.fixture
+def packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever can be packed is."""
+    monkeypatch.setattr(packed, "can_pack", lambda layer: layer.weight.dtype == torch.bfloat16)
+
+
+@packs
+@pytest.mark.parametrize("shape", [(24,), (1, 24), (1, 1, 24), (2, 3, 24)])
+@torch.inference_mode()
+def test_a_packed_weight_is_the_same_weight_and_gives_its_products(shape: tuple[int, ...]) -> None:
+    layer = nn.Linear(24, 40, dtype=torch.bfloat16).requires_grad_(False)
+    weight = layer.weight.clone()
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    wanted = layer(rows)
+    packed.pack(layer)
+    assert torch.equal(layer.weight, weight)
+    assert layer(rows).shape == wanted.shape
+    assert torch.allclose(layer(rows), wanted, rtol=0.02, atol=0.02)
+    assert list(packed.weights(layer)) == ["bias", "packed"]
+    packed.unpack(layer)
+    assert type(layer) is nn.Linear
+    assert torch.equal(layer.weight, weight)
+
+
+@packs
+@pytest.mark.usefixtures("packing")
+def test_tied_weights_and_those_that_other_code_reads_are_not_packed() -> None:
+    model = tiny_model("llama", tie_word_embeddings=True).to(torch.bfloat16)
+    choose_products(model, None)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert type(model.model.layers[0].mlp.up_proj) is packed.PackedLinear
+
+
+@packs
+@pytest.mark.usefixtures("packing")
+@pytest.mark.newest
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_packed_model_predicts_the_same_and_counts_the_same_bytes(model_type: str) -> None:
+    model = tiny_model(model_type).to(torch.bfloat16)
+    ids = torch.randint(5, 120, (24,), generator=torch.Generator().manual_seed(1)).tolist()
+    wanted, reads = full_logits(model, ids), WeightReads(model)
+    chosen = choose_products(model, None)
+    assert PACKED in chosen.values()
+    forward, cache = Forward(model, products=chosen), TransformersCache(new_cache(model))
+    found = [forward.cached(ids[:3], cache), *(forward.cached([i], cache) for i in ids[3:])]
+    limit = tolerance("bfloat16", largest_logit(wanted))
+    assert largest_difference(torch.stack(found).float(), wanted[2:].float()) < limit
+    assert WeightReads(model).total == reads.total
+    assert WeightReads(model).per_forward(1) == reads.per_forward(1)
+
+
+@packs
+@pytest.mark.usefixtures("packing")
+def test_packing_never_holds_more_than_one_weight_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted on the tensors themselves, whenever a weight has just been packed or unpacked."""
+    model = tiny_model("llama").to(torch.bfloat16).requires_grad_(False)
+    largest = max(weight.nbytes for weight in model.parameters())
+    limit = WeightReads(model).total + largest
+    most = 0
+
+    def counting(turn: Callable[[nn.Linear], None]) -> Callable[[nn.Linear], None]:
+        def turned(layer: nn.Linear) -> None:
+            nonlocal most
+            turn(layer)
+            gc.collect()
+            alive = {
+                id(t) if t.is_mkldnn else t.untyped_storage().data_ptr(): t.numel() * t.itemsize
+                for t in gc.get_objects()
+                if type(t) in TENSORS and id(t) not in before
+            }
+            most = max(most, sum(alive.values()))
+
+        return turned
+
+    kept = {id(weight) for weight in packed.weights(model).values()}
+    before = {id(t) for t in gc.get_objects() if type(t) in TENSORS} - kept
+    monkeypatch.setattr(packed, "pack", counting(packed.pack))
+    monkeypatch.setattr(packed, "unpack", counting(packed.unpack))
+    choose_products(model, None)
+    assert 0 < most <= limit

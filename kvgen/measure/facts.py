@@ -6,6 +6,7 @@ from kvgen.cache.manager import KVCache
 from kvgen.measure.fit import Storage, growth, windowless
 from kvgen.measure.records import ModelFacts
 from kvgen.models import LoadedModel
+from kvgen.models.packed import weights
 
 
 def model_facts(loaded: LoadedModel, weight_bytes: int, cache: KVCache | None) -> ModelFacts:
@@ -21,7 +22,7 @@ def model_facts(loaded: LoadedModel, weight_bytes: int, cache: KVCache | None) -
         path=str(source.path),
         revision=source.revision,
         model_type=config.model_type,
-        parameters=sum(p.numel() for p in loaded.model.parameters()),
+        parameters=sum(weight.numel() for weight in weights(loaded.model).values()),
         weight_bytes=weight_bytes,
         num_hidden_layers=config.num_hidden_layers,
         context_limit=loaded.context_limit,

@@ -121,7 +121,7 @@ class Environment:
     """Large reads, measured once on this machine and remembered."""
     products: dict[str, str] = field(default_factory=dict)
     """How each shape of linear layer multiplies one row, where that was chosen by timing: whole,
-    as the library does, or in blocks."""
+    as the library does, in blocks, or over packed weights."""
 
 
 @dataclass

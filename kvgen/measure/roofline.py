@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvgen.machine import cpu_name, is_busy
+from kvgen.models.packed import weights
 from kvgen.storage import make_private, write_atomically
 
 _PROBE_BYTES = 512 * 1024 * 1024
@@ -27,7 +28,8 @@ class WeightReads:
     """
 
     def __init__(self, model: Any) -> None:
-        parameters = _unique(list(model.parameters()))
+        every = weights(model)
+        parameters = _unique(list(every.values()))
         self.total = sum((parameters | _unique(list(model.buffers()))).values())
         table = model.get_input_embeddings().weight
         output = model.get_output_embeddings()
@@ -37,7 +39,7 @@ class WeightReads:
         config = model.config.get_text_config(decoder=True)
         experts, chosen = _first(config, _EXPERTS), _first(config, _CHOSEN)
         self._share_per_token = chosen / experts if experts and chosen else 1.0
-        inside = [p for name, p in model.named_parameters() if ".experts." in name]
+        inside = [weight for name, weight in every.items() if ".experts." in name]
         self._experts = sum(_unique(inside).values())
 
     def per_forward(self, tokens: int) -> int:
@@ -57,7 +59,8 @@ def _first(config: Any, names: tuple[str, ...]) -> int | None:
 
 
 def _unique(tensors: list[Any]) -> dict[int, int]:
-    return {t.data_ptr(): t.numel() * t.element_size() for t in tensors}
+    # A packed weight has no address to tell it by, and no other that shares it.
+    return {id(t) if t.is_mkldnn else t.data_ptr(): t.numel() * t.element_size() for t in tensors}
 
 
 def measured_bandwidth(device: Any, threads: int, folder: Path | None) -> float | None:

@@ -1,16 +1,18 @@
 """How a linear layer multiplies a single row, the bulk of a decode step on a CPU: chosen by timing.
 
 The library's product reads a matrix of weights at half the speed of memory and less when it has
-one row to multiply (docs/performance.md). The same product taken in blocks of the matrix's rows
-can be much faster; where, depends on the processor, its arithmetic library and the shape. Both are
-timed once and the faster is remembered. The weights stay as they are, and where they are. Imports
-torch inside the functions.
+one row to multiply (docs/performance.md). The same product taken in blocks of the matrix's rows,
+where they lie, can be much faster, and so can one over a weight packed for the purpose; where,
+depends on the processor, its arithmetic library, the dtype and the shape. All are timed once and
+the fastest is remembered. Imports torch inside the functions.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -23,18 +25,18 @@ from kvgen.storage import make_private, write_atomically
 if TYPE_CHECKING:
     from torch import Tensor
 
-WHOLE, BLOCKS = "whole", "blocks"
+Product = Callable[["Tensor"], "Tensor"]
+WHOLE, BLOCKS, PACKED = "whole", "blocks", "packed"
 _LEAST_BYTES = 128 * 1024  # of a matrix that is worth a choice
 _TIMED_BYTES = 256 * 1024 * 1024  # read at least, where a model has them, to leave any cache behind
 _ROUNDS = 3
-_GAIN = 0.9  # of the time of the whole product; less is not told from chance
+_GAIN = 0.9  # of the time of the simpler product; less is not told from chance
 _FILE = "products.json"
 
 
 class OneRowProducts(AbstractContextManager[None]):
-    """Within its ``with`` block, linear layers of ``model`` multiply one row as ``chosen`` says.
-
-    ``chosen`` maps shapes, as ``choose_products`` names them, to "whole" or "blocks".
+    """Within its ``with`` block, the linear layers of ``model`` that ``chosen`` says multiply one
+    row in blocks; ``chosen`` is what ``choose_products`` gave.
     """
 
     def __init__(self, model: Any, chosen: Mapping[str, str]) -> None:
@@ -55,10 +57,12 @@ class OneRowProducts(AbstractContextManager[None]):
 
 
 def choose_products(model: Any, folder: Path | None) -> dict[str, str]:
-    """The faster product for each shape of linear layer in ``model``, such as "576x1536 float32".
+    """The fastest product for each shape of linear layer in ``model``, such as "576x1536 float32":
+    whole as the library takes it, in blocks, or over packed weights.
 
     Timed where ``folder`` does not remember it, and remembered there unless other work ran beside
-    it. Empty where there is nothing to choose, as on a device that is no CPU.
+    it. Layers to be packed are, one after another, so that no weight but one is ever held twice;
+    the choice for others is for ``OneRowProducts``. Empty on a device that is no CPU.
     """
     import torch
 
@@ -68,9 +72,10 @@ def choose_products(model: Any, folder: Path | None) -> dict[str, str]:
     machine = f"{cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     every = _remembered(folder)
     known = every.setdefault(machine, {})
-    missing = [shape for shape in shapes if known.get(shape) not in (WHOLE, BLOCKS)]
-    with torch.inference_mode():
-        found = {shape: _faster(shapes[shape]) for shape in missing}
+    missing = [shape for shape in shapes if known.get(shape) not in (WHOLE, BLOCKS, PACKED)]
+    alone = _weights_of_their_own(model)
+    with torch.no_grad():
+        found = {shape: _fastest(shapes[shape], alone) for shape in missing}
     if found and folder is not None and not is_busy():
         known.update(found)
         try:
@@ -78,7 +83,11 @@ def choose_products(model: Any, folder: Path | None) -> dict[str, str]:
             write_atomically(folder / _FILE, json.dumps(every, indent=1))
         except OSError:
             pass  # timed again next time
-    return {shape: found.get(shape) or known[shape] for shape in shapes}
+    chosen = {shape: found.get(shape) or known[shape] for shape in shapes}
+    for shape, layers in shapes.items():
+        if chosen[shape] == PACKED:
+            _pack(layers, alone)
+    return chosen
 
 
 def _by_shape(model: Any) -> dict[str, list[Any]]:
@@ -96,28 +105,73 @@ def _by_shape(model: Any) -> dict[str, list[Any]]:
     return shapes
 
 
-def _faster(layers: list[Any]) -> str:
-    """Which product takes ``layers`` of one shape less time: the best of a few rounds, in turn."""
+def _weights_of_their_own(model: Any) -> set[Any]:
+    """The layers whose weight may lie otherwise: tied to no other, and read by no other code."""
+    every = model.named_parameters(remove_duplicate=False)
+    users = Counter(weight.data_ptr() for _, weight in every)
+    found = set()
+    for parent in model.modules():
+        code = _source(type(parent))
+        for name, layer in parent.named_children():
+            weight = getattr(layer, "weight", None)
+            if weight is not None and f"{name}.weight" not in code:
+                found |= {layer} if users[weight.data_ptr()] == 1 else set()
+    return found
+
+
+def _fastest(layers: list[Any], alone: set[Any]) -> str:
+    """Which product takes ``layers`` of one shape the least time, which they end as they began."""
     import torch
 
-    enough = -(-_TIMED_BYTES // layers[0].weight.nbytes)
-    timed = layers[:enough]
-    row = torch.ones(1, 1, timed[0].in_features, dtype=timed[0].weight.dtype)
-    ways: dict[str, list[Callable[[Tensor], Tensor]]] = {
-        WHOLE: [layer.forward for layer in timed],
-        BLOCKS: [_in_blocks(layer) for layer in timed],
-    }
-    best = dict.fromkeys(ways, float("inf"))
+    from kvgen.models.packed import unpack
+
+    weight = layers[0].weight
+    timed = layers[: -(-_TIMED_BYTES // weight.nbytes)]
+    row = torch.ones(1, 1, weight.shape[1], dtype=weight.dtype)
+    del weight  # which packing would else keep alive
+    whole, blocks = _times(
+        row, [layer.forward for layer in timed], [_in_blocks(layer) for layer in timed]
+    )
+    best, way = (blocks, BLOCKS) if blocks < _GAIN * whole else (whole, WHOLE)
+    if not _pack(timed, alone):
+        return way
+    (packed,) = _times(row, [layer.forward for layer in timed])
+    for layer in timed:
+        unpack(layer)
+    return PACKED if packed < _GAIN * best else way
+
+
+def _source(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
+
+
+def _pack(layers: list[Any], alone: set[Any]) -> bool:
+    """Pack all layers or, where one of them cannot be, none; whether it was done."""
+    from kvgen.models.packed import can_pack, pack
+
+    if not alone.issuperset(layers) or not can_pack(layers[0]):
+        return False
+    for layer in layers:
+        pack(layer)
+    return True
+
+
+def _times(row: Tensor, *ways: list[Product]) -> list[float]:
+    """Seconds that each way's products with ``row`` take: the best of a few rounds, in turn."""
+    best = [float("inf")] * len(ways)
     for _ in range(_ROUNDS):
-        for way, products in ways.items():
+        for way, products in enumerate(ways):
             begin = time.perf_counter()
             for product in products:
                 product(row)
             best[way] = min(best[way], time.perf_counter() - begin)
-    return BLOCKS if best[BLOCKS] < _GAIN * best[WHOLE] else WHOLE
+    return best
 
 
-def _in_blocks(layer: Any) -> Callable[[Tensor], Tensor]:
+def _in_blocks(layer: Any) -> Product:
     """A forward of ``layer`` that takes one row in blocks and several as ever."""
     import torch
 
@@ -132,7 +186,7 @@ def _product(
     matrices: Tensor,
     bias: Tensor | None,
     bmm: Callable[[Tensor, Tensor], Tensor],
-    whole: Callable[[Tensor], Tensor],
+    whole: Product,
     rows: Tensor,
 ) -> Tensor:
     """``rows`` ``[..., inputs]`` times the transpose of ``matrices`` ``[blocks, part, inputs]``."""
