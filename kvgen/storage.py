@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 ENVIRONMENT_VARIABLE = "KVGEN_CACHE_DIR"
 
@@ -46,12 +48,23 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     data = content.encode("utf-8") if isinstance(content, str) else content
     if is_device(path):
         path.write_bytes(data)
-        return
+    else:
+        replace_atomically(path, lambda file: file.write(data))
+
+
+def replace_atomically(
+    path: Path, write: Callable[[BinaryIO], object], private: bool = False
+) -> None:
+    """As ``write_atomically``, of what ``write`` writes piece by piece into the file it is given.
+
+    A ``private`` file that was not there before is for this user only.
+    """
     path = path.resolve()
     temporary = path.with_name(f".kvgen-{secrets.token_hex(8)}")
+    mode = 0o600 if private else 0o666
     try:
-        with temporary.open("xb") as file:
-            file.write(data)
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         if path.exists():

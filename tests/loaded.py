@@ -20,6 +20,9 @@ class Letters:
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": [5 + ord(character) % 100 for character in text]}
 
+    def convert_ids_to_tokens(self, ids: int) -> str:
+        return self.decode([ids])
+
     def decode(self, ids: list[int], **_: Any) -> str:
         return "".join(chr(97 + token % 26) for token in ids)
 

@@ -11,6 +11,7 @@ from kvgen.cache.layers import CacheStateError, CannotTrimError, Layer
 from kvgen.cache.manager import KVCache
 from kvgen.cache.slots import TokenSlots
 from kvgen.cache.spec import FULL, SLIDING, LayerSpec
+from kvgen.cache.state import State
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5
 
@@ -56,12 +57,22 @@ def numbers(*pairs: torch.Tensor) -> list[float]:
     return found.tolist()
 
 
+def written(state: State) -> State:
+    """As a file gives it back: tensors of its own with nothing between their slots."""
+    tensors = {
+        name: one.clone(memory_format=torch.contiguous_format)
+        for name, one in state.tensors.items()
+    }
+    return State(tensors, dict(state.numbers))
+
+
 operations = st.lists(
     st.one_of(
         st.tuples(st.just("append"), st.sampled_from([1, 1, 1, 1, 2, 3, 7, 8, 9, 40])),
         st.tuples(st.just("trim"), st.integers(0, 12)),
         st.tuples(st.just("reset"), st.just(0)),
         st.tuples(st.just("fork"), st.just(0)),
+        st.tuples(st.just("save"), st.just(0)),
     ),
     max_size=60,
 )
@@ -98,6 +109,11 @@ def test_any_sequence_of_operations_holds_what_a_list_holds(
         elif verb == "reset":
             layer.reset()
             oracle.pairs = []
+        elif verb == "save":
+            abandoned.append((layer, oracle.held()))
+            state = written(layer.state())
+            layer = TokenSlots(window, step)
+            layer.load(state)
         else:
             abandoned.append((layer, oracle.held()))
             layer = layer.fork()

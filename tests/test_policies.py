@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_layers import ListLayer, numbers, operations, tensors
+from test_layers import ListLayer, numbers, operations, tensors, written
 
 from kvgen.cache.manager import KVCache
 from kvgen.cache.policies import POLICIES, find_policy
-from kvgen.cache.policy import PairSlots
+from kvgen.cache.policy import PairSlots, Policy
 from kvgen.cache.quantized import Int8, Quantized
 from kvgen.cache.spec import FULL, HYBRID, SLIDING, LayerSpec
 from kvgen.errors import UsageError
@@ -55,13 +55,14 @@ class SinkOracle(ListLayer):
 
 
 def drive(
-    slots: PairSlots,
+    policy: Policy,
+    spec: LayerSpec,
     oracle: ListLayer,
     todo: list[tuple[str, int]],
     same: object,
-    formula: object,
 ) -> None:
-    """Do everything to both; ``same`` compares pairs, ``formula`` gives the bytes for a length."""
+    """Do everything to both; ``same`` compares pairs."""
+    slots = policy.slots(spec)
     abandoned: list[tuple[PairSlots, list[float], int]] = []
     counter = 0.0
     for verb, count in todo:
@@ -83,13 +84,19 @@ def drive(
         elif verb == "reset":
             slots.reset()
             oracle.pairs = []
+        elif verb == "save":
+            abandoned.append((slots, oracle.held(), slots.bytes_used))
+            state = written(slots.state())
+            assert sum(tensor.nbytes for tensor in state.tensors.values()) == slots.bytes_used
+            slots = policy.slots(spec)
+            slots.load(state)
         else:
             abandoned.append((slots, oracle.held(), slots.bytes_used))
             slots = slots.fork()
         assert slots.length == len(oracle.pairs)
         assert slots.held == len(oracle.held())
         same(slots.views, oracle.held())  # type: ignore[operator]
-        assert slots.bytes_used == formula(len(oracle.pairs))  # type: ignore[operator]
+        assert slots.bytes_used == policy.pair_bytes(spec, len(oracle.pairs), 4)
         assert held_bytes(slots) == real_bytes(slots)
     for left, held, used in abandoned:
         same(left.views, held)  # type: ignore[operator]
@@ -133,13 +140,7 @@ def test_quantized_layers_hold_what_a_list_holds_within_half_a_level(
     policy = find_policy(name)
     assert isinstance(policy, Quantized)
     spec, oracle = spec_for(window), ListLayer(window)
-    drive(
-        policy.slots(spec),
-        oracle,
-        todo,
-        nearly(2**policy.bits - 1, oracle),
-        lambda tokens: policy.pair_bytes(spec, tokens, 4),
-    )
+    drive(policy, spec, oracle, todo, nearly(2**policy.bits - 1, oracle))
 
 
 @settings(max_examples=150, deadline=None)
@@ -151,13 +152,7 @@ def test_a_window_with_sinks_holds_the_first_and_the_last(
 ) -> None:
     policy = find_policy(f"window:{keep},sink:{sink}")
     spec = spec_for(None)
-    drive(
-        policy.slots(spec),
-        SinkOracle(sink, keep),
-        todo,
-        exactly,
-        lambda tokens: policy.pair_bytes(spec, tokens, 4),
-    )
+    drive(policy, spec, SinkOracle(sink, keep), todo, exactly)
 
 
 @settings(max_examples=50, deadline=None)
@@ -170,13 +165,7 @@ def test_exact_and_step_hold_what_a_list_holds(
     window: int | None, name: str, todo: list[tuple[str, int]]
 ) -> None:
     policy, spec = find_policy(name), spec_for(window)
-    drive(
-        policy.slots(spec),
-        ListLayer(window),
-        todo,
-        exactly,
-        lambda tokens: policy.pair_bytes(spec, tokens, 4),
-    )
+    drive(policy, spec, ListLayer(window), todo, exactly)
 
 
 def test_exact_allocates_what_the_final_length_needs_and_never_moves() -> None:

@@ -32,8 +32,9 @@ LENGTH = WINDOW - 2  # so that only one check passes the window
 TRAINING, TRIM, RESET = "one masked forward (training)", "trim and regenerate", "reset and repeat"
 FORK, WINDOWS, BYTES = "fork is independent", "past the window", "bytes follow the formula"
 CHUNKS = {"chunks of 1", "chunks of 3", "chunks of 7"}
+SAVING = "save and load"
 BATCHES = {"batch against alone", "left padding"}
-ALL = {TRAINING, TRIM, RESET, FORK, WINDOWS, BYTES, *CHUNKS, *BATCHES}
+ALL = {TRAINING, TRIM, RESET, FORK, SAVING, WINDOWS, BYTES, *CHUNKS, *BATCHES}
 
 
 def newest(*values: Any) -> Any:
@@ -58,7 +59,8 @@ def failed(model_type: str, length: int = LENGTH) -> set[str]:
 def test_a_sound_cache_passes_every_check_that_applies(model_type: str) -> None:
     found = outcomes(model_type, 20)
     assert not [o for o in found.values() if o.status == "fail"]
-    assert set(found) == ALL | {"save and load"}
+    assert set(found) == ALL
+    assert found[SAVING].status == "pass"
     assert all(o.detail for o in found.values() if o.status == "not applicable")
     compared = [o for o in found.values() if o.status == "pass" and o.check != BYTES]
     assert all(0 <= (o.max_abs_logit_difference or 0) <= 1e-4 for o in compared)
@@ -121,6 +123,18 @@ def shared_fork(patch: Patch) -> None:
     patch.setattr(TokenSlots, "fork", fork)
 
 
+def forgetful_file(patch: Patch) -> None:
+    """What is read back has lost its first pair: zeros stand there."""
+    original = TokenSlots.load
+
+    def load(self: TokenSlots, state: Any) -> None:
+        original(self, state)
+        for buffer in self._buffers:
+            buffer[:, :, :1] = 0
+
+    patch.setattr(TokenSlots, "load", load)
+
+
 def dropped_recurrent_state(patch: Patch) -> None:
     patch.setattr(States, "set_recurrent", lambda self, state, index: torch.zeros_like(state))
     patch.setattr(States, "recurrent", lambda self, index: None)
@@ -144,7 +158,7 @@ def stale_capacity_tail(patch: Patch) -> None:
     patch.setattr(TokenSlots, "update", update)
 
 
-EVERY_STEP = {TRAINING, *CHUNKS, TRIM, RESET, FORK}
+EVERY_STEP = {TRAINING, *CHUNKS, TRIM, RESET, FORK, SAVING}
 FAULTS: list[Any] = [
     # With a prompt of 6 tokens a piece of 7 is one forward, which no fault of later steps reaches.
     (position_off_by_one, "llama", EVERY_STEP - {"chunks of 7"}),
@@ -153,10 +167,11 @@ FAULTS: list[Any] = [
     (trim_forgets_a_layer, "llama", {TRIM}),
     (reset_keeps_the_length, "llama", {RESET}),
     (shared_fork, "llama", {FORK}),
+    (forgetful_file, "llama", {SAVING}),
     newest(
         dropped_recurrent_state,
         "qwen3_next",
-        {TRAINING, "chunks of 1", "chunks of 3", RESET, FORK, BYTES},
+        {TRAINING, "chunks of 1", "chunks of 3", RESET, FORK, SAVING, BYTES},
     ),
     (stale_capacity_tail, "llama", {TRIM, RESET}),
 ]
@@ -184,7 +199,7 @@ def test_the_table_goes_to_stdout_in_80_columns(cli: Cli, tiny_folder: Path) -> 
     lines = done.stdout.splitlines()
     assert max(map(len, lines[1:])) <= 80
     assert lines[0] == f"{tiny_folder} (llama, 2 layers): float32 on cpu"
-    assert lines[-1] == "10 passed, 0 failed, 2 not applicable"
+    assert lines[-1] == "11 passed, 0 failed, 1 not applicable"
     assert sum(line.startswith(tuple(ALL)) for line in lines) == len(ALL)
 
 
@@ -193,7 +208,7 @@ def test_the_json_document_fits_its_schema(cli: Cli, tiny_folder: Path) -> None:
     document = json.loads(done.stdout)
     jsonschema.Draft202012Validator(schema("verify-1")).validate(document)
     assert document["tokens"] == 64
-    assert {o["check"] for o in document["outcomes"]} == ALL | {"save and load"}
+    assert {o["check"] for o in document["outcomes"]} == ALL
 
 
 def test_a_failed_check_exits_5_and_names_it(
@@ -206,7 +221,7 @@ def test_a_failed_check_exits_5_and_names_it(
     row = next(line for line in done.stdout.splitlines() if line.startswith(FORK))
     assert row.split()[3] == "FAIL"
     assert row.endswith("position 7")  # the fork wrote into slot 6 after it was read
-    assert done.stdout.endswith("9 passed, 1 failed, 2 not applicable\n")
+    assert done.stdout.endswith("10 passed, 1 failed, 1 not applicable\n")
 
 
 def test_two_models_are_refused(cli: Cli, tiny_folder: Path) -> None:
@@ -230,6 +245,4 @@ def test_a_model_that_the_cache_cannot_serve_is_refused(
 def test_the_default_model_passes(smollm: LoadedModel) -> None:
     run = VerificationRun(smollm, quick=True)
     statuses = {outcome.check: outcome.status for outcome in run.outcomes()}
-    absent = {WINDOWS, "save and load"}
-    assert {name for name, status in statuses.items() if status != "pass"} == absent
-    assert {name for name in absent if statuses[name] != "not applicable"} == set()
+    assert {name: s for name, s in statuses.items() if s != "pass"} == {WINDOWS: "not applicable"}

@@ -25,11 +25,15 @@ from kvgen.cache.policies import find_policy
 from kvgen.cache.policy import Policy
 from kvgen.cache.quirks import refusal, slots_are_positions, starts_over
 from kvgen.cache.recurrent import States
+from kvgen.cache.settings import Settings
 from kvgen.cache.shapes import specs_from_config
+from kvgen.cache.shares import share_of
 from kvgen.cache.spec import NOTHING, LayerSpec
 from kvgen.errors import ModelError, UsageError
 
 SUPPORTED = "5.5 or newer"
+# Projections whose output holds keys, alone or with others.
+_MAKING_KEYS = {"k_proj", "qkv_proj", "query_key_value", "kv_b_proj"}
 # Models of earlier releases want the kept inputs alone back, and read states as attributes.
 _RETURNS_EVERY_INPUT = hasattr(Cache, "get_conv_state")
 
@@ -50,7 +54,8 @@ def cache_argument(model: Any) -> str:
 
 
 def specs_for(model: Any) -> list[LayerSpec]:
-    """What each cache layer of this model stores, as the installed release makes it.
+    """What each cache layer of this model stores, as the installed release makes it; of a model
+    whose heads are shared out over ranks, what this rank stores.
 
     Raises ``ModelError`` for a model that kvgen's cache cannot serve, with the reason.
     """
@@ -61,7 +66,15 @@ def specs_for(model: Any) -> list[LayerSpec]:
     config = model.config.get_text_config(decoder=True)
     # Since the release that has this method, latent attention hands over the latent itself.
     expands = not any(hasattr(module, "expand_kv") for module in model.modules())
-    return specs_from_config(config, expand_latent=expands)
+    specs = specs_from_config(config, expand_latent=expands)
+    return share_of(specs, Settings(config), model.tp_size or 1) if _shares_heads(model) else specs
+
+
+def _shares_heads(model: Any) -> bool:
+    """Whether the model's parallel plan gives each rank keys of its own heads."""
+    plan = getattr(model, "tp_plan", None) or {}
+    made_by = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
+    return bool(made_by & _MAKING_KEYS)
 
 
 def continues_prefill(model: Any, specs: Sequence[LayerSpec]) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvgen.cache.slots import TokenSlots
+from kvgen.cache.state import State, parallel_state
 
 
 class Pool:
@@ -38,6 +39,12 @@ class Pool:
         ready = values.shape[1] // self.rate * self.rate
         self._waiting = values[:, ready:].clone(), gates[:, ready:].clone()
         return values[:, :ready], gates[:, :ready], position
+
+    @property
+    def length(self) -> int:
+        """Tokens seen."""
+        waiting = self._waiting[0].shape[1] if self._waiting else 0
+        return self._entries.length * self.rate + waiting
 
     def add_entries(self, entries: Tensor) -> Tensor:
         """Keep new ``entries [batch, new, dim]``; returns all of them."""
@@ -84,6 +91,24 @@ class Pool:
         twin._waiting = _copied(self._waiting)
         twin._last = _copied(self._last)
         return twin
+
+    def state(self) -> State:
+        """Entries, waiting tokens and the last ones pooled."""
+        state = State()
+        state.put("entries", self._entries.state())
+        state.put("waiting", parallel_state(self._waiting or ()))
+        state.put("last", parallel_state(self._last or ()))
+        return state
+
+    def load(self, state: State) -> None:
+        """Take the place of the pool that gave ``state``."""
+        self._entries.load(state.part("entries"))
+        self._waiting = _paired(state.part("waiting"))
+        self._last = _paired(state.part("last"))
+
+
+def _paired(state: State) -> tuple[Tensor, Tensor] | None:
+    return (state.tensors["0"], state.tensors["1"]) if state.tensors else None
 
 
 def _copied(pair: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:

@@ -18,6 +18,7 @@ from kvgen.cache.policy import PairSlots, Policy
 from kvgen.cache.recurrent import States
 from kvgen.cache.slots import TokenSlots
 from kvgen.cache.spec import LayerSpec
+from kvgen.cache.state import State
 from kvgen.cache.stepwise import Step
 from kvgen.errors import ModelError
 
@@ -53,6 +54,12 @@ class Part(Protocol):
     def reset(self) -> None:
         """Back to no tokens."""
 
+    def state(self) -> State:
+        """What is held, to be written somewhere."""
+
+    def load(self, state: State) -> None:
+        """Take the place of the part that gave ``state``."""
+
 
 class Layer:
     """What one decoder layer keeps.
@@ -73,10 +80,21 @@ class Layer:
         self.pools = [Pool(part.rate) for part in spec.compressed]
 
     @property
+    def named_parts(self) -> dict[str, Part]:
+        """The parts this layer has, by name."""
+        each: dict[str, Part | None] = {
+            "pairs": self.pairs,
+            "index": self.index,
+            "index_positions": self.index_positions,
+            "states": self.states,
+        }
+        each |= {f"pools.{i}": pool for i, pool in enumerate(self.pools)}
+        return {name: part for name, part in each.items() if part is not None}
+
+    @property
     def parts(self) -> list[Part]:
-        """The parts this layer has."""
-        each = (self.pairs, self.index, self.index_positions, self.states, *self.pools)
-        return [part for part in each if part is not None]
+        """The same without their names."""
+        return list(self.named_parts.values())
 
     def settle(self, reached: int) -> None:
         """After a forward: check that this layer has seen every token up to ``reached``.
@@ -116,6 +134,15 @@ class Layer:
         """Whether the last ``tokens`` tokens can be taken back exactly."""
         return all(part.can_trim(tokens) for part in self.parts)
 
+    @property
+    def refusal(self) -> str:
+        """What keeps this layer from going back, where ``can_trim`` says that it cannot."""
+        if self.states is not None:
+            return f"a {self.spec.kind} layer's state sums up every token and cannot go back"
+        if self.pools:
+            return f"a {self.spec.kind} layer pools its tokens and cannot go back"
+        return f"a {self.spec.kind} layer's window has let go of older tokens and cannot go back"
+
     def trim(self, tokens: int) -> None:
         """Forget the last ``tokens`` tokens. Raises ``CannotTrimError``, changing nothing."""
         if not self.can_trim(tokens):
@@ -140,3 +167,29 @@ class Layer:
         twin.states = self.states and self.states.fork()
         twin.pools = [pool.fork() for pool in self.pools]
         return twin
+
+    def state(self) -> State:
+        """What all parts hold."""
+        state = State()
+        for name, part in self.named_parts.items():
+            state.put(name, part.state())
+        return state
+
+    def load(self, state: State) -> None:
+        """Take the place of the layer of the same spec that gave ``state``."""
+        for name, part in self.named_parts.items():
+            part.load(state.part(name))
+
+    def drop_unfinished(self, reached: int) -> bool:
+        """Take back what a forward that broke off has stored past position ``reached``.
+
+        Returns whether the layer now stands there.
+        """
+        counted = (self.pairs, self.index, self.index_positions)
+        for slots in (slots for slots in counted if slots is not None):
+            extra = slots.length - reached
+            if extra < 0 or not slots.can_trim(extra):
+                return False
+            slots.trim(extra)
+        touched = self.states is not None and self.states.used
+        return not touched and all(pool.length == reached for pool in self.pools)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from kvgen.cache.layers import Layer
 from kvgen.cache.policy import Policy
 from kvgen.cache.spec import LayerSpec, total_bytes
+from kvgen.cache.state import State
 from kvgen.cache.stepwise import Step
 
 
@@ -43,6 +44,11 @@ class KVCache:
         """Whether every layer can take back the last ``tokens`` tokens."""
         return tokens <= self.position and all(layer.can_trim(tokens) for layer in self.layers)
 
+    def refusal(self, tokens: int) -> str | None:
+        """Why the last ``tokens`` tokens cannot be taken back; ``None`` if they can."""
+        refusing = [layer for layer in self.layers if not layer.can_trim(tokens)]
+        return refusing[0].refusal if refusing else None
+
     def trim(self, tokens: int) -> None:
         """Forget the last ``tokens`` tokens in every layer.
 
@@ -65,6 +71,29 @@ class KVCache:
         twin.layers = [layer.fork() for layer in self.layers]
         twin.position = self.position
         return twin
+
+    def state(self) -> State:
+        """What every layer holds, and the position. Tensors are views: use them before the next
+        forward.
+        """
+        state = State(numbers={"position": self.position})
+        for index, layer in enumerate(self.layers):
+            state.put(f"layers.{index}", layer.state())
+        return state
+
+    def load(self, state: State) -> None:
+        """Hold what the cache of the same specs and policy held that gave ``state``."""
+        for index, layer in enumerate(self.layers):
+            layer.load(state.part(f"layers.{index}"))
+        self.position = state.numbers["position"]
+
+    def drop_unfinished(self) -> bool:
+        """Take back what a forward that broke off has left in some layers.
+
+        Returns whether every layer now stands at ``position``; a cache where one does not can only
+        be reset.
+        """
+        return all(layer.drop_unfinished(self.position) for layer in self.layers)
 
     def bytes_formula(self, itemsize: int, batch: int = 1) -> int | None:
         """Bytes that the specs predict at this position; ``None`` where a layer has no rule."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from kvgen.cache.spec import LayerSpec
+from kvgen.cache.state import State
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,6 +69,12 @@ class PairSlots(Protocol):
     def fork(self) -> PairSlots:
         """An independent copy of what is held."""
 
+    def state(self) -> State:
+        """What is held, to be written somewhere."""
+
+    def load(self, state: State) -> None:
+        """Take the place of slots of the same policy that gave ``state``."""
+
 
 @dataclass(frozen=True)
 class Policy(ABC):
@@ -89,6 +96,12 @@ class Policy(ABC):
     def exact(self) -> bool:
         """Whether predictions are what they would be without a cache."""
         return self.tolerance is None
+
+    @property
+    def stored(self) -> str:
+        """What is stored, in a word: policies that say the same can read each other's caches."""
+        options = (f"{one.name}:{getattr(self, one.name)}" for one in fields(self))
+        return ",".join((type(self).__name__.lower(), *options))
 
     @property
     def even_span(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvgen.cache.runs import Run
+from kvgen.cache.state import State
 
 if TYPE_CHECKING:
     import torch
@@ -95,10 +96,7 @@ class QuantizedSlots:
         import torch
 
         if not self._dims:
-            self._dims = [tensor.shape[3] for tensor in news]
-            self._dtype = news[0].dtype
-            self._codes = [Run() for _ in news]
-            self._scales = [Run(self._scale_step(i)) for i in range(len(news))]
+            self._made_for(news)
         result = news
         if self.held:
             pairs = zip(self.views, news, strict=True)
@@ -149,6 +147,33 @@ class QuantizedSlots:
         twin._codes = [run.copy() for run in self._codes]
         twin._scales = [run.copy() for run in self._scales]
         return twin
+
+    def state(self) -> State:
+        """Codes, scales and new tokens, and the positions that part them."""
+        state = State(numbers={"length": self.length, "until": self._until, "first": self._first})
+        state.put("new", self._new.state())
+        for i in range(len(self._dims)):
+            state.put(f"codes.{i}", self._codes[i].state())
+            state.put(f"scales.{i}", self._scales[i].state())
+        return state
+
+    def load(self, state: State) -> None:
+        """Take the place of the slots that gave ``state``."""
+        self.length, self._until, self._first = (
+            state.numbers[name] for name in ("length", "until", "first")
+        )
+        self._new.load(state.part("new"))
+        self._made_for(self._new.buffers())
+        for i in range(len(self._dims)):
+            self._codes[i].load(state.part(f"codes.{i}"))
+            self._scales[i].load(state.part(f"scales.{i}"))
+
+    def _made_for(self, tensors: Sequence[Tensor]) -> None:
+        """Runs for parallel tensors such as these."""
+        self._dims = [tensor.shape[3] for tensor in tensors]
+        self._dtype = tensors[0].dtype if tensors else None
+        self._codes = [Run() for _ in tensors]
+        self._scales = [Run(self._scale_step(i)) for i in range(len(tensors))]
 
     def _runs(self) -> list[Run]:
         return [self._new, *self._codes, *self._scales]

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvgen.cache.state import State
+
 
 class States:
     """Convolution and recurrent states ``[batch, ...]`` of one layer, by their index.
@@ -100,6 +102,51 @@ class States:
         twin._convolution = {index: state.clone() for index, state in self._convolution.items()}
         twin._recurrent = {index: state.clone() for index, state in self._recurrent.items()}
         return twin
+
+    def state(self) -> State:
+        """Every state under its index."""
+        state = State()
+        for name, kept in self._named().items():
+            state.put(name, State({str(index): one for index, one in kept.items()}))
+        return state
+
+    def load(self, state: State) -> None:
+        """Take the place of the states that gave ``state``."""
+        for name, kept in self._named().items():
+            kept.clear()
+            kept |= {int(index): one for index, one in state.part(name).tensors.items()}
+        self.used = False
+
+    def _named(self) -> dict[str, dict[int, Tensor]]:
+        return {"convolution": self._convolution, "recurrent": self._recurrent}
+
+    def stack(self, others: Sequence[States], rows: int) -> None:
+        """Hold ``rows`` sequences, first those of all ``others``, which have seen a token each."""
+        self._convolution = _empty(others[0]._convolution, rows)
+        self._recurrent = _empty(others[0]._recurrent, rows)
+        row = 0
+        for states in others:
+            self.put(row, states)
+            row += states.buffers()[0].shape[0]
+
+    def put(self, row: int, other: States) -> None:
+        """Replace the sequences from ``row`` on by those of ``other``."""
+        pairs = [(self._convolution, other._convolution), (self._recurrent, other._recurrent)]
+        for mine, theirs in pairs:
+            for index, state in theirs.items():
+                mine[index][row : row + state.shape[0]] = state
+
+    def keep(self, rows: list[int]) -> None:
+        """Keep only these sequences."""
+        self._convolution = {i: state[rows] for i, state in self._convolution.items()}
+        self._recurrent = {i: state[rows] for i, state in self._recurrent.items()}
+
+    def drop_first(self, tokens: int) -> None:
+        """Nothing to do: a state holds no padding."""
+
+
+def _empty(like: dict[int, Tensor], rows: int) -> dict[int, Tensor]:
+    return {index: state.new_zeros((rows, *state.shape[1:])) for index, state in like.items()}
 
 
 def _replace(kept: dict[int, Tensor], index: int, state: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvgen.cache.state import State, parallel_state
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -88,6 +90,15 @@ class Run:
         twin._end = len(self)
         twin._buffers = tuple(buffer[:, :, self._begin :].clone() for buffer in self._buffers)
         return twin
+
+    def state(self) -> State:
+        """What is filled."""
+        return parallel_state(self.views)
+
+    def load(self, state: State) -> None:
+        """Take the place of the run that gave ``state``."""
+        self._buffers = state.parallel()
+        self._begin, self._end = 0, self.capacity
 
     def _make_room(self, needed: int) -> None:
         held, capacity = len(self), self.capacity

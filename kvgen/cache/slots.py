@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvgen.cache.state import State, parallel_state
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -25,16 +27,20 @@ class TokenSlots:
     front.
     """
 
-    def __init__(self, window: int | None = None, step: int = 256, reserve: int = 0) -> None:
+    def __init__(
+        self, window: int | None = None, step: int = 256, reserve: int = 0, block: int = 1
+    ) -> None:
         """``step`` is the number of slots the buffers grow by, and a window's slack; ``reserve``
-        the slots that they have from the first token on.
+        the slots that they have from the first token on. Whoever reads ``block`` slots at a time
+        may read on to the end of the last; ``step`` is a multiple of it.
         """
         self.window = window
         self.step = step
         self.reserve = reserve
+        self.block = block
         self.length = 0
         self._start = 0
-        self._limit = None if window is None else window - 1 + step
+        self._limit = None if window is None else -(-(window - 1 + step) // block) * block
         self._buffers: tuple[Tensor, ...] = ()
 
     @property
@@ -84,19 +90,20 @@ class TokenSlots:
             self._buffers = tuple(n.new_empty((*n.shape[:2], 0, n.shape[3])) for n in news)
         if self._limit is not None and held + new > self._limit - self.step // 2:
             return self._pass_through(news, held)
-        if self._start + held + new > self.capacity:
-            # Once a window evicts, its full slack makes moving to the front rare.
-            capacity = self._limit if self._start and self._limit else self._grown(held + new)
-            self._buffers = tuple(
-                _to_front(buffer, self._start, held, capacity) for buffer in self._buffers
-            )
-            self._start = 0
-        begin, end = self._start, self._start + held + new
+        begin, end = self._place(held, new)
         for buffer, tensor in zip(self._buffers, news, strict=True):
             buffer[:, :, end - new : end] = tensor
-        # What falls out of the window now stays readable for this call only.
-        self._start = end - self.held
         return tuple(buffer[:, :, begin:end] for buffer in self._buffers)
+
+    def claim(self) -> tuple[int, int]:
+        """Count one more token, which the caller writes into slot ``end - 1`` of the buffers.
+
+        Returns ``begin`` and ``end`` of the slots that its query may read, its own among them.
+        Comes after an ``update``.
+        """
+        held = self.held
+        self.length += 1
+        return self._place(held, 1)
 
     def can_trim(self, tokens: int) -> bool:
         """Whether the last ``tokens`` tokens can be taken back exactly."""
@@ -113,10 +120,72 @@ class TokenSlots:
 
     def fork(self) -> TokenSlots:
         """An independent copy of what is held."""
-        twin = type(self)(self.window, self.step, self.reserve)
+        twin = type(self)(self.window, self.step, self.reserve, self.block)
         twin.length = self.length
         twin._buffers = tuple(buffer[:, :, self._start :].clone() for buffer in self._buffers)
         return twin
+
+    def state(self) -> State:
+        """What is held, and the tokens seen."""
+        return parallel_state(self.views, length=self.length)
+
+    def load(self, state: State) -> None:
+        """Take the place of the slots that gave ``state``."""
+        self.length, self._start = state.numbers["length"], 0
+        self._buffers = state.parallel()
+
+    def stack(self, others: Sequence[TokenSlots], rows: int) -> None:
+        """Hold ``rows`` sequences, first those of all ``others``, which end together.
+
+        What a sequence lacks is zeros. Padding is never garbage: masked attention still multiplies
+        it by 0, and 0 * NaN is NaN.
+        """
+        self.length = max(slots.length for slots in others)
+        self._start, self._buffers = 0, ()
+        capacity = self._grown(self.held)
+        self._buffers = tuple(
+            buffer.new_zeros((rows, buffer.shape[1], capacity, buffer.shape[3]))
+            for buffer in others[0]._buffers
+        )
+        row = 0
+        for slots in others:
+            self.put(row, slots)
+            row += slots._buffers[0].shape[0]
+
+    def put(self, row: int, other: TokenSlots) -> None:
+        """Replace the sequences from ``row`` on by those of ``other``, no longer than these.
+
+        They end at the same slot; older slots of a shorter one are padding.
+        """
+        end = self._start + self.held
+        for buffer, view in zip(self._buffers, other.views, strict=True):
+            buffer[row : row + view.shape[0], :, end - other.held : end] = view
+
+    def keep(self, rows: list[int]) -> None:
+        """Keep only these sequences."""
+        self._buffers = tuple(buffer[rows] for buffer in self._buffers)
+
+    def drop_first(self, tokens: int) -> None:
+        """Forget the first ``tokens`` tokens ever seen, held or not; nothing moves."""
+        before = self.held
+        self.length -= tokens
+        self._start += before - self.held
+
+    def _place(self, held: int, new: int) -> tuple[int, int]:
+        """Make room for ``new`` slots after those ``held``; where all of them begin and end.
+
+        What falls out of the window now stays readable until the next call only.
+        """
+        end = self._start + held + new
+        if -(-end // self.block) * self.block > self.capacity:
+            # Once a window evicts, its full slack makes moving to the front rare.
+            capacity = self._limit if self._start and self._limit else self._grown(held + new)
+            self._buffers = tuple(
+                _to_front(buffer, self._start, held, capacity) for buffer in self._buffers
+            )
+            self._start, end = 0, held + new
+        begin, self._start = self._start, end - self.held
+        return begin, end
 
     def _pass_through(self, news: Sequence[Tensor], held: int) -> tuple[Tensor, ...]:
         """A chunk larger than the window's slack: hand all of it on, keep only its tail.
@@ -143,6 +212,7 @@ class TokenSlots:
 
         A large buffer grows by an eighth, so the copying stays constant per token.
         """
+        needed = -(-needed // self.block) * self.block
         if needed <= self.capacity:
             return self.capacity
         capacity = max(needed, self.capacity + self.capacity // 8, self.reserve)
@@ -155,6 +225,7 @@ def _to_front(buffer: Tensor, start: int, held: int, capacity: int) -> Tensor:
     if capacity > buffer.shape[2]:
         larger = buffer.new_empty((*buffer.shape[:2], capacity, buffer.shape[3]))
         larger[:, :, :held] = buffer[:, :, start : start + held]
+        larger[:, :, held:] = 0  # a block is read whole; masked, but 0 times garbage may be NaN
         return larger
     # In place, a stride of ``start`` slots at a time, so that no copy overlaps its own source.
     for done in range(0, held, start):

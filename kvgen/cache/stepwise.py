@@ -13,6 +13,9 @@ from kvgen.cache.slots import TokenSlots
 from kvgen.cache.spec import LayerSpec
 from kvgen.errors import UsageError
 
+PLAIN = "plain"
+_MOST = 1 << 24  # beyond every model's positions
+
 
 @dataclass(frozen=True)
 class Step(Policy):
@@ -22,14 +25,21 @@ class Step(Policy):
     step: int = 256
 
     def __post_init__(self) -> None:
-        """Raises ``UsageError`` for a step below 1."""
+        """Raises ``UsageError`` for a step below 1, and for one that no memory holds."""
         if self.step < 1:
             raise UsageError(f"a cache grows by at least 1 slot, not by {self.step}")
+        if self.step > _MOST:
+            raise UsageError(f"a cache grows by at most {_MOST:,} slots, not by {self.step:,}")
 
     @property
     def growth(self) -> int:
         """As asked for."""
         return self.step
+
+    @property
+    def stored(self) -> str:
+        """Pairs as they are, whatever room is made for more."""
+        return PLAIN
 
     def pair_bytes(self, spec: LayerSpec, tokens: int, itemsize: int) -> int:
         """Every number in the model's dtype."""
@@ -38,6 +48,22 @@ class Step(Policy):
     def slots(self, spec: LayerSpec) -> PairSlots:
         """Empty slots."""
         return TokenSlots(spec.window, self.step)
+
+
+@dataclass(frozen=True)
+class Blocks(Step):
+    """As ``Step``, for a reader that takes ``block`` slots at a time."""
+
+    block: int = 1
+
+    @property
+    def growth(self) -> int:
+        """Whole blocks."""
+        return -(-self.step // self.block) * self.block
+
+    def slots(self, spec: LayerSpec) -> PairSlots:
+        """Empty slots."""
+        return TokenSlots(spec.window, self.growth, block=self.block)
 
 
 @dataclass(frozen=True)
@@ -52,6 +78,11 @@ class Exact(Policy):
         """Raises ``UsageError`` for less than 1 token."""
         if self.tokens is not None and self.tokens < 1:
             raise UsageError(f"exact,tokens:N needs at least 1 token, not {self.tokens}")
+
+    @property
+    def stored(self) -> str:
+        """Pairs as they are, whatever room is made for more."""
+        return PLAIN
 
     def pair_bytes(self, spec: LayerSpec, tokens: int, itemsize: int) -> int:
         """Every number in the model's dtype."""

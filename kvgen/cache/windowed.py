@@ -19,6 +19,7 @@ from kvgen.cache.policy import PairSlots, Policy
 from kvgen.cache.runs import Run
 from kvgen.cache.slots import TokenSlots
 from kvgen.cache.spec import FULL, HYBRID, LayerSpec
+from kvgen.cache.state import State
 from kvgen.errors import UsageError
 
 if TYPE_CHECKING:
@@ -143,6 +144,18 @@ class SinkSlots:
         twin = SinkSlots(self._sink, self._window)
         twin._first, twin._last = self._first.copy(), self._last.fork()
         return twin
+
+    def state(self) -> State:
+        """The first tokens and the last."""
+        state = State()
+        state.put("first", self._first.state())
+        state.put("last", self._last.state())
+        return state
+
+    def load(self, state: State) -> None:
+        """Take the place of the slots that gave ``state``."""
+        self._first.load(state.part("first"))
+        self._last.load(state.part("last"))
 
     def _joined(self, first: Sequence[Tensor], last: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if not (first and first[0].shape[2]):

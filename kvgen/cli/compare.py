@@ -10,9 +10,12 @@ import typer
 
 from kvgen.cli import options as shared
 from kvgen.cli import values
+from kvgen.cli.interrupts import preparing
 from kvgen.cli.options import option
 from kvgen.cli.ordered import in_order
+from kvgen.cli.parallel import DeviceMap, Parallel, begin, speaks
 from kvgen.errors import UsageError
+from kvgen.models import ranks
 
 
 class Format(str, Enum):
@@ -73,6 +76,9 @@ def compare(
     revision: shared.RevisionOption = None,
     load_format: shared.LoadFormatOption = shared.LoadFormat.auto,
     device: shared.DeviceOption = "auto",
+    device_map: shared.DeviceMapOption = DeviceMap.none,
+    parallel: shared.ParallelOption = Parallel.none,
+    rank_timeout: shared.RankTimeoutOption = ranks.TIMEOUT_S,
     attention: shared.AttentionOption = shared.AttentionMode.auto,
     tune: shared.TuneOption = shared.Tune.auto,
     threads: shared.ThreadsOption = None,
@@ -92,6 +98,7 @@ def compare(
     ] = None,
     chat: shared.ChatOption = False,
     system: shared.SystemOption = None,
+    parse_special: shared.ParseSpecialOption = False,
     depth: Annotated[
         str | None,
         option(
@@ -189,6 +196,8 @@ def compare(
     """
     from kvgen.cli.streams import read_prompt
 
+    with preparing():
+        spread = begin(parallel, device_map, rank_timeout)
     dtypes = [one.value for one in dtype or [shared.Dtype.auto]]
     lists = {
         "no_cache": [""] if no_cache else [],
@@ -199,8 +208,8 @@ def compare(
     named = in_order(context, lists)
     named.remove(("dtype", dtypes[0]))  # the reference's own
     if tokens is not None:
-        given = (prompt, prompt_file, prompt_tokens, depth, system)
-        if any(one is not None for one in given) or chat:
+        own = (prompt, prompt_file, prompt_tokens, depth, system)
+        if any(one is not None for one in own) or chat:
             raise UsageError("--tokens brings its own prompt and depths; leave those options out")
     if prompt_tokens is not None and (prompt is not None or prompt_file is not None):
         raise UsageError("--prompt-tokens cuts the built-in text; leave it out with a prompt")
@@ -208,7 +217,8 @@ def compare(
         raise UsageError("--chat and --system need a prompt")
     if (baseline is None) != (max_regression is None):
         raise UsageError("--baseline FILE and --max-regression 10% belong together")
-    text = None if prompt is None and prompt_file is None else read_prompt(prompt, prompt_file)
+    given = prompt is not None or prompt_file is not None
+    text = ranks.shared(lambda: read_prompt(prompt, prompt_file)) if given else None
     depths = values.depths("0" if depth is None else depth)
     kv_bytes = None if max_kv_bytes is None else values.size("--max-kv-bytes", max_kv_bytes)
     allowed = None if max_regression is None else values.part("--max-regression", max_regression)
@@ -217,6 +227,7 @@ def compare(
     from kvgen.report.saved import read_comparison
 
     targets = Targets(output_format.value, tuple(export or ()), tuple(plot or ()), save_tokens)
+    targets = targets if speaks() else Targets(output_format.value)
     targets.check()
     before = None if baseline is None else read_comparison(baseline)
 
@@ -232,6 +243,7 @@ def compare(
         prompt=text,
         chat=chat or system is not None,
         system=system,
+        parse_special=parse_special,
         prompt_tokens=prompt_tokens or 128,
         new_tokens=max_new_tokens,
         depths=depths,
@@ -250,6 +262,7 @@ def compare(
         attention=attention.value,
         tune=tune.value,
         load_format=load_format.value,
+        spread=spread,
     )
     gates = GateOptions(fail_under_speedup, max_tpot_ms, max_ttft_ms, kv_bytes, before, allowed)
     return Comparing(load, options, gates, targets, threads, quiet, steps, chart).run()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgen.cli.options import use_threads
+from kvgen.cli.parallel import speaks
 from kvgen.cli.progress import loading, measuring
 from kvgen.cli.streams import Output, check_target
 from kvgen.errors import DisagreementError, GateError, InputError, UsageError
@@ -111,12 +112,13 @@ class Comparing:
     def _prepare(self) -> ComparisonRun:
         from kvgen.cache.policies import DEFAULT, find_policy
         from kvgen.measure.gates import check_baseline
-        from kvgen.measure.guard import Demand, check_before_loading
+        from kvgen.measure.guard import Demand, check_before_loading, check_heads
         from kvgen.measure.setup import prepare
         from kvgen.models import load_model
         from kvgen.models.device import choose_device
 
         use_threads(self.threads)
+        check_heads(self.load)
         if not self.options.force:
             # A given prompt's tokens are not known yet; what is known must fit already.
             tokens = max(self.options.depths) + self.options.prompt_tokens + self.options.new_tokens
@@ -186,7 +188,7 @@ def _write(path: Path, content: str) -> None:
 def _add_job_summary(runs: list[Titled]) -> None:
     """Append to the page that GitHub Actions shows for a job, where there is one."""
     path = os.environ.get("GITHUB_STEP_SUMMARY")
-    if not path:
+    if not path or not speaks():
         return
     try:
         with open(path, "a", encoding="utf-8") as file:

@@ -11,7 +11,9 @@ from kvgen.cli import options as shared
 from kvgen.cli.generating import Format, View
 from kvgen.cli.interrupts import preparing
 from kvgen.cli.options import option, use_threads
+from kvgen.cli.parallel import DeviceMap, Parallel, begin, speaks
 from kvgen.errors import UsageError
+from kvgen.models import ranks
 
 if TYPE_CHECKING:
     from kvgen.measure.run import GenerationOptions, GenerationRun
@@ -42,6 +44,9 @@ def generate(
     tune: shared.TuneOption = shared.Tune.auto,
     threads: shared.ThreadsOption = None,
     load_format: shared.LoadFormatOption = shared.LoadFormat.auto,
+    device_map: shared.DeviceMapOption = DeviceMap.none,
+    parallel: shared.ParallelOption = Parallel.none,
+    rank_timeout: shared.RankTimeoutOption = ranks.TIMEOUT_S,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
     offline: shared.OfflineOption = False,
     max_new_tokens: Annotated[
@@ -54,50 +59,19 @@ def generate(
             rich_help_panel=_TOKENS,
         ),
     ] = None,
-    temperature: Annotated[
-        float, option("--temperature", help="0 is greedy.", rich_help_panel=_TOKENS)
-    ] = 0.0,
-    top_k: Annotated[
-        int | None, option("--top-k", help="Only the k likeliest.", rich_help_panel=_TOKENS)
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        option("--top-p", help="The likeliest, up to probability p.", rich_help_panel=_TOKENS),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        option(
-            "--min-p",
-            help="Those at least this fraction as likely as the likeliest.",
-            rich_help_panel=_TOKENS,
-        ),
-    ] = None,
-    repetition_penalty: Annotated[
-        float,
-        option(
-            "--repetition-penalty",
-            help="Above 1: tokens that were there become less likely.",
-            rich_help_panel=_TOKENS,
-        ),
-    ] = 1.0,
-    seed: Annotated[
-        int | None,
-        option(
-            "--seed",
-            min=0,
-            help="The same seed gives the same text.",
-            rich_help_panel=_TOKENS,
-        ),
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        option("--stop", help="End before this text; repeatable.", rich_help_panel=_TOKENS),
-    ] = None,
+    temperature: shared.TemperatureOption = 0.0,
+    top_k: shared.TopKOption = None,
+    top_p: shared.TopPOption = None,
+    min_p: shared.MinPOption = None,
+    repetition_penalty: shared.RepetitionPenaltyOption = 1.0,
+    seed: shared.SeedOption = None,
+    stop: shared.StopOption = None,
     ignore_eos: Annotated[
         bool, option("--ignore-eos", help="Go on after end-of-text.", rich_help_panel=_TOKENS)
     ] = False,
     chat: shared.ChatOption = False,
     system: shared.SystemOption = None,
+    parse_special: shared.ParseSpecialOption = False,
     no_cache: Annotated[
         bool,
         option(
@@ -106,15 +80,7 @@ def generate(
             rich_help_panel=_CACHE,
         ),
     ] = False,
-    cache: Annotated[
-        str | None,
-        option(
-            "--cache",
-            help="How pairs are stored: step, exact, int8, int4 or window:N,sink:M.  "
-            "[default: step]",
-            rich_help_panel=_CACHE,
-        ),
-    ] = None,
+    cache: shared.CacheOption = None,
     cache_step: Annotated[
         int | None,
         option(
@@ -125,15 +91,7 @@ def generate(
         ),
     ] = None,
     force: shared.ForceOption = False,
-    prefill_chunk: Annotated[
-        int | None,
-        option(
-            "--prefill-chunk",
-            min=1,
-            help="Forward the prompt in pieces of this many tokens.",
-            rich_help_panel=_CACHE,
-        ),
-    ] = None,
+    prefill_chunk: shared.PrefillChunkOption = None,
     recompute: Annotated[
         Recompute,
         option(
@@ -142,6 +100,8 @@ def generate(
             rich_help_panel=_CACHE,
         ),
     ] = Recompute.sampled,
+    prompt_cache: shared.PromptCacheOption = None,
+    prompt_cache_ro: shared.PromptCacheReadOnlyOption = False,
     warmup: Annotated[
         bool,
         option(
@@ -171,11 +131,26 @@ def generate(
     """
     from kvgen.cli.streams import Output, read_prompt
 
+    with preparing():
+        spread = begin(parallel, device_map, rank_timeout)
     if no_cache and prefill_chunk is not None:
         raise UsageError("--prefill-chunk needs the cache; leave out --no-cache")
-    policy = _policy_text(cache, cache_step, no_cache)
-    text = read_prompt(prompt, prompt_file)
-    view = View(Output(output), output_format, trace, quiet, table=not (quiet or no_stats))
+    if prompt_cache is not None and no_cache:
+        raise UsageError("--prompt-cache needs the cache; leave out --no-cache")
+    if prompt_cache is not None and spread != "none":
+        raise UsageError(
+            "--prompt-cache is for a model on one device; leave out --parallel and --device-map"
+        )
+    shared.check_prompt_cache(prompt_cache, prompt_cache_ro)
+    policy = policy_text(cache, cache_step, no_cache)
+    text = ranks.shared(lambda: read_prompt(prompt, prompt_file))
+    view = View(
+        Output(output if speaks() else None),
+        output_format,
+        trace,
+        quiet,
+        table=not (quiet or no_stats),
+    )
 
     with preparing():
         # The heavy imports start here, once the command line is known to be right.
@@ -189,6 +164,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             chat=chat or system is not None,
             system=system,
+            parse_special=parse_special,
             sampling=sampling,
             stop=tuple(stop or ()),
             ignore_eos=ignore_eos,
@@ -198,6 +174,8 @@ def generate(
             prefill_chunk=prefill_chunk,
             recompute=recompute.value,
             warmup=warmup,
+            prompt_cache=prompt_cache,
+            prompt_cache_read_only=prompt_cache_ro,
         )
         load = LoadOptions(
             model=model,
@@ -209,12 +187,13 @@ def generate(
             attention=attention.value,
             tune=tune.value,
             load_format=load_format.value,
+            spread=spread,
         )
-        run = _prepare(load, options, threads, quiet)
+        run = prepare(load, options, threads, quiet)
     return view.show(run)
 
 
-def _policy_text(cache: str | None, step: int | None, no_cache: bool) -> str:
+def policy_text(cache: str | None, step: int | None, no_cache: bool) -> str:
     """The storage policy that the options name, found to be one."""
     from kvgen.cache.policies import DEFAULT, find_policy
 
@@ -229,18 +208,19 @@ def _policy_text(cache: str | None, step: int | None, no_cache: bool) -> str:
     return name
 
 
-def _prepare(
+def prepare(
     load: LoadOptions, options: GenerationOptions, threads: int | None, quiet: bool
 ) -> GenerationRun:
     """Everything before the first token."""
     from kvgen.cache.policies import find_policy
     from kvgen.cli.progress import loading
-    from kvgen.measure.guard import Demand, check_before_loading
+    from kvgen.measure.guard import Demand, check_before_loading, check_heads
     from kvgen.measure.run import DEFAULT_NEW_TOKENS, GenerationRun
     from kvgen.models import load_model
     from kvgen.models.device import choose_device
 
     use_threads(threads)
+    check_heads(load)
     if not options.force:
         # The prompt's tokens are not known yet; what is known must fit already.
         policy = find_policy(options.cache) if options.cached else None

@@ -14,16 +14,22 @@ from typing import Annotated, Any
 import typer
 
 from kvgen import __version__
+from kvgen.cli.batch import batch
+from kvgen.cli.cache import cache_app
+from kvgen.cli.chat import chat
 from kvgen.cli.compare import compare
 from kvgen.cli.explain import explain
 from kvgen.cli.generate import generate
-from kvgen.cli.interrupts import note_interrupts
+from kvgen.cli.interrupts import exit_code, note_interrupts
 from kvgen.cli.ordered import OrderedCommand
+from kvgen.cli.parallel import leave, quiet_other_ranks, settled
 from kvgen.cli.report import report
 from kvgen.cli.size import size
 from kvgen.cli.streams import ReaderLeftError, leave_streams, prepare_streams
+from kvgen.cli.verbatim import VerbatimCommand
 from kvgen.cli.verify import verify
 from kvgen.errors import KvgenError
+from kvgen.models.failures import is_out_of_memory, one_line
 from kvgen.report.units import visible
 
 INTERRUPTED = 130
@@ -36,12 +42,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(generate)
+app.command(cls=VerbatimCommand)(generate)
+app.command(cls=VerbatimCommand)(batch)
+app.command(cls=VerbatimCommand)(chat)
 app.command(cls=OrderedCommand)(compare)
 app.command()(report)
 app.command()(size)
 app.command()(explain)
 app.command()(verify)
+app.add_typer(cache_app, name="cache")
 
 
 def _show_version(wanted: bool) -> None:
@@ -62,9 +71,11 @@ def _root(
 def main() -> None:
     """Run the command line and exit with its code."""
     note_interrupts()
+    quiet_other_ranks(next(iter(sys.argv[1:]), ""))
     prepare_streams()
-    code = run(sys.argv[1:])
+    code = exit_code(run(sys.argv[1:]))
     leave_streams()
+    leave(code)
     sys.exit(code)
 
 
@@ -72,28 +83,35 @@ def run(arguments: list[str]) -> int:
     """Run one command line; every error becomes one line on stderr. Returns the exit code."""
     debug = _wanted(arguments, "--debug")
     _show_warnings(quiet=_wanted(arguments, "--quiet", "-q"))
+    code, message, error = 0, "", None
     try:
-        code = app(arguments, prog_name="kvgen", standalone_mode=False)
+        found = app(arguments, prog_name="kvgen", standalone_mode=False)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
-    except ReaderLeftError:
-        return 0
-    except KvgenError as error:
-        if debug:
-            raise
-        return _fail(str(error), error.exit_code)
-    except MemoryError:
-        return _fail("out of memory", 4)
-    except Exception as error:
-        if debug:
-            raise
-        if hasattr(error, "format_message"):  # what the argument parser raises
-            return _fail(_explained(error), getattr(error, "exit_code", 2))
-        if type(error).__name__ in ("Abort", "OutOfMemoryError"):
-            return _fail(str(error) or "aborted", 4 if "Memory" in type(error).__name__ else 130)
-        return _fail(f"internal error: {type(error).__name__}: {error} (--debug shows where)", 1)
-    return code if isinstance(code, int) else 0
+        code = found if isinstance(found, int) else 0
+    except (KeyboardInterrupt, Exception) as raised:
+        error = raised
+        code, message = _judged(error)
+    code, message = settled(code, message, error)
+    if debug and isinstance(error, Exception) and message:
+        raise error
+    return _fail(message, code) if message else code
+
+
+def _judged(error: BaseException) -> tuple[int, str]:
+    """The exit code of what a command raised, and its line; no line where nothing is wrong."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted"
+    if isinstance(error, ReaderLeftError):
+        return 0, ""
+    if isinstance(error, KvgenError):
+        return error.exit_code, str(error)
+    if hasattr(error, "format_message"):  # what the argument parser raises
+        return getattr(error, "exit_code", 2), _explained(error)
+    if type(error).__name__ == "Abort":
+        return INTERRUPTED, str(error) or "aborted"
+    if is_out_of_memory(error):
+        return 4, "out of memory"
+    return 1, f"internal error: {type(error).__name__}: {one_line(error)} (--debug shows where)"
 
 
 def _wanted(arguments: list[str], *names: str) -> bool:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kvgen.cli.parallel import DeviceMap, Parallel
 from kvgen.errors import UsageError
 from kvgen.machine import default_threads, usable_cores
 
@@ -34,7 +36,8 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
             for long in parameter.opts
             if long.startswith("--") and long not in ("--config", "--help")
         }
-        values = config_values(path, str(context.info_name), known)
+        commands = getattr(context.parent and context.parent.command, "commands", ())
+        values = config_values(path, str(context.info_name), known, tuple(commands))
         lists = {str(p.name) for p in context.command.params if getattr(p, "multiple", False)}
         context.default_map = {
             name: [value] if name in lists and not isinstance(value, list) else value
@@ -43,12 +46,19 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-def config_values(path: Path, command: str, known: dict[str, Any]) -> dict[str, Any]:
+def config_values(
+    path: Path, command: str, known: dict[str, Any], commands: Sequence[str] = ()
+) -> dict[str, Any]:
     """Option values by parameter name; ``known`` maps option names to the command's parameters.
 
-    Raises ``UsageError`` for an unknown key and for a value of the wrong type.
+    Tables may be named after any of ``commands``. Raises ``UsageError`` for an unknown key or
+    table and for a value of the wrong type.
     """
     table = _load_toml(path)
+    for name, value in table.items():
+        if commands and isinstance(value, dict) and name not in commands:
+            near = difflib.get_close_matches(name, commands, n=1, cutoff=0)
+            raise UsageError(f"{path}: there is no command {name!r}; the nearest is {near[0]!r}")
     own = table.get(command, {})
     if not isinstance(own, dict):
         raise UsageError(f"{path}: {command} must be a table of options, not {own!r}")
@@ -93,6 +103,12 @@ def _load_toml(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not valid TOML: {error}") from error
 
 
+def _not_empty(stops: list[str] | None) -> list[str] | None:
+    if "" in (stops or ()):
+        raise UsageError("--stop needs text; an empty one would end everything at once")
+    return stops
+
+
 class Dtype(str, Enum):
     """Arithmetic of weights and cache."""
 
@@ -124,7 +140,7 @@ class Tune(str, Enum):
     off = "off"
 
 
-_MODEL, _OUTPUT = "Model", "Output"
+_MODEL, _TOKENS, _CACHE, _OUTPUT = "Model", "Tokens", "Cache and measuring", "Output"
 
 ModelOption = Annotated[
     str | None,
@@ -172,6 +188,31 @@ ThreadsOption = Annotated[
     int | None,
     option("--threads", min=1, help="CPU threads of one operation.", rich_help_panel=_MODEL),
 ]
+DeviceMapOption = Annotated[
+    DeviceMap,
+    option(
+        "--device-map",
+        help="auto: whole layers spread over the devices of this machine.",
+        rich_help_panel=_MODEL,
+    ),
+]
+ParallelOption = Annotated[
+    Parallel,
+    option(
+        "--parallel",
+        help="tensor: the model shared out over the ranks that torchrun started.",
+        rich_help_panel=_MODEL,
+    ),
+]
+RankTimeoutOption = Annotated[
+    int,
+    option(
+        "--rank-timeout",
+        min=1,
+        help="Seconds after which a rank that does not answer ends the run.",
+        rich_help_panel=_MODEL,
+    ),
+]
 TrustRemoteCodeOption = Annotated[
     bool,
     option(
@@ -195,11 +236,75 @@ PromptFileOption = Annotated[
     Path | None, option("--prompt-file", help="Read the prompt from a file.")
 ]
 ChatOption = Annotated[
-    bool, option("--chat", help="Wrap the prompt in the chat template.", rich_help_panel="Tokens")
+    bool, option("--chat", help="Wrap the prompt in the chat template.", rich_help_panel=_TOKENS)
 ]
 SystemOption = Annotated[
     str | None,
-    option("--system", help="System message; implies --chat.", rich_help_panel="Tokens"),
+    option("--system", help="System message; implies --chat.", rich_help_panel=_TOKENS),
+]
+TemperatureOption = Annotated[
+    float, option("--temperature", help="0 is greedy.", rich_help_panel=_TOKENS)
+]
+TopKOption = Annotated[
+    int | None, option("--top-k", help="Only the k likeliest.", rich_help_panel=_TOKENS)
+]
+TopPOption = Annotated[
+    float | None,
+    option("--top-p", help="The likeliest, up to probability p.", rich_help_panel=_TOKENS),
+]
+MinPOption = Annotated[
+    float | None,
+    option(
+        "--min-p",
+        help="Those at least this fraction as likely as the likeliest.",
+        rich_help_panel=_TOKENS,
+    ),
+]
+RepetitionPenaltyOption = Annotated[
+    float,
+    option(
+        "--repetition-penalty",
+        help="Above 1: tokens that were there become less likely.",
+        rich_help_panel=_TOKENS,
+    ),
+]
+SeedOption = Annotated[
+    int | None,
+    option("--seed", min=0, help="The same seed gives the same text.", rich_help_panel=_TOKENS),
+]
+StopOption = Annotated[
+    list[str] | None,
+    option(
+        "--stop",
+        callback=_not_empty,
+        help="End before this text; repeatable.",
+        rich_help_panel=_TOKENS,
+    ),
+]
+CacheOption = Annotated[
+    str | None,
+    option(
+        "--cache",
+        help="How pairs are stored: step, exact, int8, int4 or window:N,sink:M.  [default: step]",
+        rich_help_panel=_CACHE,
+    ),
+]
+PrefillChunkOption = Annotated[
+    int | None,
+    option(
+        "--prefill-chunk",
+        min=1,
+        help="Forward the prompt in pieces of this many tokens.",
+        rich_help_panel=_CACHE,
+    ),
+]
+ParseSpecialOption = Annotated[
+    bool,
+    option(
+        "--parse-special",
+        help="Read special tokens that the prompt spells out, such as </s>, as what they name.",
+        rich_help_panel="Tokens",
+    ),
 ]
 OutputOption = Annotated[
     Path | None,
@@ -222,6 +327,44 @@ ConfigOption = Annotated[
         rich_help_panel=_OUTPUT,
     ),
 ]
+
+
+PromptCacheOption = Annotated[
+    Path | None,
+    option(
+        "--prompt-cache",
+        help="Take the prompt's beginning from this file, if it is there; keep the cache in it.",
+        rich_help_panel="Cache and measuring",
+    ),
+]
+PromptCacheReadOnlyOption = Annotated[
+    bool,
+    option(
+        "--prompt-cache-ro",
+        help="Never write the file of --prompt-cache.",
+        rich_help_panel="Cache and measuring",
+    ),
+]
+
+
+def check_prompt_cache(path: Path | None, read_only: bool) -> None:
+    """Find what is wrong with a prompt-cache file's place before anything is loaded.
+
+    Raises ``UsageError``.
+    """
+    from kvgen.cli.streams import check_target
+    from kvgen.storage import is_device
+
+    if path is None:
+        if read_only:
+            raise UsageError("--prompt-cache-ro says how --prompt-cache FILE is used; give both")
+        return
+    if is_device(path) or path.is_dir():
+        raise UsageError(f"{path} cannot hold a cache: give a file")
+    if read_only and not path.exists():
+        raise UsageError(f"{path} is not there; without --prompt-cache-ro it is made")
+    if not read_only:
+        check_target(path)
 
 
 def use_threads(threads: int | None) -> None:

@@ -84,6 +84,15 @@ def size(
             "--as-if", help="full: windows reserved for the whole context.", rich_help_panel=_WHAT
         ),
     ] = AsIf.kvgen,
+    ranks: Annotated[
+        int,
+        option(
+            "--ranks",
+            min=1,
+            help="Shared out over so many by --parallel tensor: the figures of one of them.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = 1,
     revision: shared.RevisionOption = None,
     offline: shared.OfflineOption = False,
     output_format: Annotated[
@@ -112,6 +121,7 @@ def size(
         budget=None if budget is None else values.size("--budget", budget),
         as_if_full=as_if is AsIf.full,
         prefill_chunk=prefill_chunk,
+        ranks=ranks,
     )
     target = Output(output)
     found = read_architecture(LoadOptions(model=model, revision=revision, offline=offline))

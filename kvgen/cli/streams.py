@@ -129,12 +129,12 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
         raise UsageError("give the prompt once: as the argument or as --prompt-file")
     try:
         if file is not None:
-            return _decoded(file.read_bytes())
+            return decoded(file.read_bytes())
         if argument is not None and argument != "-":
             return argument
         if argument is None and sys.stdin.isatty():
             raise UsageError('no prompt; try: kvgen generate "Time flies"')
-        return _decoded(sys.stdin.buffer.read())
+        return decoded(sys.stdin.buffer.read())
     except UnicodeDecodeError as error:
         raise InputError(f"the prompt is not UTF-8 text: {error}") from error
     except OSError as error:
@@ -142,6 +142,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
         raise UsageError(f"cannot read the prompt from {place}: {error.strerror}") from error
 
 
-def _decoded(content: bytes) -> str:
+def decoded(content: bytes) -> str:
+    """UTF-8 text less one line break at its end. Raises ``UnicodeDecodeError``."""
     # With or without the mark that some editors put before UTF-8.
     return content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")

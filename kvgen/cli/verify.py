@@ -9,7 +9,9 @@ import typer
 
 from kvgen.cli import options as shared
 from kvgen.cli.options import option, use_threads
+from kvgen.cli.parallel import DeviceMap, Parallel, begin, speaks
 from kvgen.errors import DisagreementError, UsageError
+from kvgen.models import ranks
 
 if TYPE_CHECKING:
     from kvgen.cli.streams import Output
@@ -34,6 +36,9 @@ def verify(
     revision: shared.RevisionOption = None,
     dtype: shared.DtypeOption = shared.Dtype.auto,
     device: shared.DeviceOption = "auto",
+    device_map: shared.DeviceMapOption = DeviceMap.none,
+    parallel: shared.ParallelOption = Parallel.none,
+    rank_timeout: shared.RankTimeoutOption = ranks.TIMEOUT_S,
     attention: shared.AttentionOption = shared.AttentionMode.auto,
     tune: shared.TuneOption = shared.Tune.auto,
     threads: shared.ThreadsOption = None,
@@ -59,10 +64,12 @@ def verify(
 
     if named is not None and model is not None and named != model:
         raise UsageError(f"two models are named, {named} and {model}; name one")
-    destination = Output(output)
+    spread = begin(parallel, device_map, rank_timeout)
+    destination = Output(output if speaks() else None)
 
     # The heavy imports start here, once the command line is known to be right.
     from kvgen.cli.progress import loading
+    from kvgen.measure.guard import check_heads
     from kvgen.measure.verification import VerificationRun
     from kvgen.models import LoadOptions, load_model
 
@@ -74,9 +81,11 @@ def verify(
         device=device,
         trust_remote_code=trust_remote_code,
         offline=offline,
+        spread=spread,
         attention=attention.value,
         tune=tune.value,
     )
+    check_heads(load)
     with loading(quiet) as progress:
         run = VerificationRun(load_model(load, progress), quick)
     return _show(run, destination, output_format)

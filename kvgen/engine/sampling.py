@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvgen.errors import ModelError, UsageError
+from kvgen.engine.finite import check_finite
+from kvgen.errors import UsageError
+from kvgen.models.ranks import shared
 
 
 @dataclass(frozen=True)
@@ -68,21 +70,18 @@ class Sampler:
         self.greedy = options.temperature == 0
         self.seed = None
         if not self.greedy:
-            self.seed = options.seed if options.seed is not None else secrets.randbits(32)
+            drawn = options.seed is None
+            self.seed = shared(lambda: secrets.randbits(32)) if drawn else options.seed
             # On the CPU always, so that the device does not change the draw.
             self._generator = torch.Generator().manual_seed(self.seed)
 
     def choose(self, logits: Tensor, ids: list[int]) -> int:
         """The next token's id, given logits ``[vocab]`` and the ids so far.
 
-        Raises ``ModelError`` when the likeliest has no finite logit, as after an overflow.
+        Raises ``NotFiniteError`` when the likeliest has no finite logit, as after an overflow.
         """
         options = self.options
-        if not logits.max().isfinite():
-            raise ModelError(
-                "the model's logits are not finite numbers: its weights are damaged or overflow "
-                "in this dtype; try --dtype float32"
-            )
+        check_finite(logits)
         if options.repetition_penalty != 1.0:
             logits = _penalised(logits, ids, options.repetition_penalty)
         if self.greedy:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Protocol
 
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 # Ids of the prompt that give the first new token its context (leading spaces, joined bytes).
 _CONTEXT = 6
 # SentencePiece's tokens for single bytes. A run of them is decoded as one: if any byte of it does
@@ -52,7 +52,7 @@ class IncrementalText:
         if self._in_bytes:
             return ""
         text = self._new_text()
-        return "" if text.endswith(_UNFINISHED) else self._release(text)
+        return "" if text.endswith(UNFINISHED) else self._release(text)
 
     def flush(self) -> str:
         """What was held back, as the tokenizer shows it."""
@@ -77,8 +77,8 @@ class StopStrings:
     """Finds stop strings in text that arrives in pieces, and holds back what may begin one."""
 
     def __init__(self, stops: Iterable[str]) -> None:
-        """Empty strings are ignored."""
-        self._stops = [stop for stop in stops if stop]
+        """None may be empty."""
+        self._stops = list(stops)
         self._held = ""
         self.found: str | None = None
 

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from kvgen.models.ranks import Ranks, current
+
 
 class Clock(Protocol):
     """Anything that tells seconds from a fixed, arbitrary start."""
@@ -25,6 +27,27 @@ class DeviceClock:
         """Seconds, monotonic."""
         self._wait()
         return time.perf_counter()
+
+
+class RanksClock:
+    """Rank 0's clock, read by all ranks at once. Each reading is where they may be stopped."""
+
+    def __init__(self, clock: Clock, ranks: Ranks) -> None:
+        """From here on signals wait for the next reading."""
+        self._clock, self._ranks = clock, ranks
+        ranks.lockstep = True
+        self.now()  # or the first reading would count the wait for the slowest to come
+
+    def now(self) -> float:
+        """Seconds, monotonic. Raises ``KeyboardInterrupt`` if any rank was told to stop."""
+        return self._ranks.tick(self._clock.now())
+
+
+def clock_for(device: Any) -> Clock:
+    """The clock of a run on ``device``."""
+    ranks = current()
+    clock = DeviceClock(device)
+    return clock if ranks is None else RanksClock(clock, ranks)
 
 
 def _synchroniser(device: Any) -> Callable[[], None]:

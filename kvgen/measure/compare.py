@@ -15,8 +15,11 @@ from torch import Tensor
 
 from kvgen.measure.agreement import LogitsCheck
 from kvgen.measure.clock import Clock
-from kvgen.measure.comparison_records import Comparison, Result, Row, Run
-from kvgen.measure.contestants import Contestant
+from kvgen.measure.communication import watch_traffic
+from kvgen.measure.comparison_records import Comparison, Result, Row, Run, StepCommunication
+from kvgen.measure.contestants import Cached, Contestant
+from kvgen.measure.facts import rank_shares
+from kvgen.measure.records import RankShares
 from kvgen.measure.tally import against_reference, fits, result, unsteady
 
 ProgressCallback = Callable[[str, int, int], None]
@@ -77,6 +80,7 @@ class ComparisonRun:
         self._progress: ProgressCallback = lambda what, done, total: None
         self._done = 0
         self._bench: _Bench | None = None
+        self._traffic = watch_traffic()
 
     def rows(self) -> Iterator[Row]:
         """Measure depth after depth; a row is in the record by the time it is yielded."""
@@ -86,6 +90,7 @@ class ComparisonRun:
                 for contestant in self._contestants:
                     self._run(contestant, self._bench, repetition)
             yield self._close()
+        self.record.ranks = self._rank_shares()
         self.record.complete = True
 
     def report_to(self, progress: ProgressCallback) -> None:
@@ -145,12 +150,17 @@ class ComparisonRun:
         contestant.begin(track.ids, bench.new_ids)
         latencies: list[float] = []
         forwarded: list[int] = []
+        spent: list[StepCommunication] = []
         check = bench.checks.get(name)
+        if self._traffic is not None:
+            self._traffic.take()  # of what came before
         try:
             with collection_held_off():
                 for step in contestant.steps(self.record.new_tokens, self._clock):
                     latencies.append(step.latency_s)
                     forwarded.append(step.forwarded)
+                    if self._traffic is not None:
+                        spent.append(StepCommunication(*self._traffic.take()))
                     if check is not None:
                         check.add(step.logits)
         except KeyboardInterrupt:
@@ -167,6 +177,7 @@ class ComparisonRun:
             forwarded_tokens=forwarded,
             kv_bytes_used=contestant.bytes_used,
             kv_bytes_allocated=contestant.bytes_allocated,
+            communication=spent if spent and contestant.facts.kind != "generate" else None,
         )
         bench.runs.append(run)
         self.record.runs.append(run)
@@ -210,6 +221,13 @@ class ComparisonRun:
             read,
             self.record.environment.bandwidth_bytes_per_s,
         )
+
+    def _rank_shares(self) -> RankShares | None:
+        reference = self._contestants[0]
+        if not isinstance(reference, Cached):
+            return None
+        itemsize = reference.loaded.dtype.itemsize
+        return rank_shares(reference.weights.total, reference.cache, itemsize)
 
 
 def _work(contestant: Contestant, track: Track, new_tokens: int) -> int:

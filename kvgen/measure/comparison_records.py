@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvgen.measure.records import Environment, ModelFacts, Verdict
+from kvgen.measure.records import Environment, ModelFacts, RankShares, Verdict
 from kvgen.measure.stats import Line, Ratio, Summary
 
 Kind = Literal["cache", "no-cache", "transformers", "transformers-static", "generate"]
@@ -32,6 +32,17 @@ class ContestantFacts:
 
 
 @dataclass
+class StepCommunication:
+    """What one step exchanged with the other ranks."""
+
+    seconds: float
+    """Within collectives, the wait for a slower rank included. Seconds."""
+    collectives: int
+    wire_bytes: int
+    """What this rank sent, as a ring sends it. Bytes."""
+
+
+@dataclass
 class Run:
     """One contestant's pass over the tokens of one depth: the raw samples."""
 
@@ -51,6 +62,8 @@ class Run:
     """Pairs held at the end. Bytes."""
     kv_bytes_allocated: int
     """Storage owned at the end. Bytes."""
+    communication: list[StepCommunication] | None = None
+    """Per new token, between ranks; null without ranks, and where steps cannot be told apart."""
 
 
 @dataclass
@@ -90,6 +103,20 @@ class Agreement:
 
 
 @dataclass
+class Communication:
+    """What went to communication between ranks, over all decode steps and repetitions."""
+
+    step_s: float
+    """Median time within collectives per step. Seconds."""
+    share: float
+    """Of the time of these steps."""
+    collectives: int
+    """Of the last step."""
+    wire_bytes: int
+    """What one rank sent in the last step, as a ring sends it. Bytes."""
+
+
+@dataclass
 class Result:
     """One contestant at one depth."""
 
@@ -126,6 +153,8 @@ class Result:
     """The same for the prefill."""
     break_even_position: int | None
     """Position from which the reference had cost less in total; null if that was not reached."""
+    communication: Communication | None = None
+    """Null without ranks, and where steps cannot be told apart."""
 
 
 @dataclass
@@ -199,6 +228,8 @@ class Comparison:
     """What a reader must know to read the numbers right."""
     runs: list[Run] = field(default_factory=list)
     """Raw samples, in the order they were taken."""
+    ranks: RankShares | None = None
+    """What each rank held after the last run of the reference; null for one process."""
 
     @property
     def reference(self) -> ContestantFacts:

@@ -15,11 +15,13 @@ from kvgen.cache.policy import Policy
 from kvgen.cache.raw_config import decoder_settings
 from kvgen.cache.settings import Settings
 from kvgen.cache.shapes import specs_from_config
+from kvgen.cache.shares import share_of
 from kvgen.cache.spec import LayerSpec
 from kvgen.errors import InputError, KvgenError
-from kvgen.measure.architecture import read_architecture
+from kvgen.measure.architecture import Architecture, read_architecture
 from kvgen.measure.fit import ITEMSIZES, Fitter, Storage, kv_bytes
 from kvgen.measure.size import expands_latent
+from kvgen.models.ranks import current
 from kvgen.models.types import LoadOptions
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -28,12 +30,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 @dataclass(frozen=True)
 class Demand:
     """A sequence that is to be held: its final ``tokens``, ``chunk`` of which are forwarded at a
-    time (``None``: the whole prompt), stored under ``policy`` (``None``: not stored).
+    time (``None``: the whole prompt), stored under ``policy`` (``None``: not stored); or ``batch``
+    of them, prefilled one after another.
     """
 
     tokens: int
     policy: Policy | None
     chunk: int | None = None
+    batch: int = 1
 
 
 def free_bytes(device: str) -> int | None:
@@ -55,17 +59,32 @@ def free_bytes(device: str) -> int | None:
     return available if allowed is None else min(available, allowed)
 
 
+def check_heads(options: LoadOptions) -> None:
+    """Raise ``UsageError`` where a model's heads cannot be shared out over this run's ranks.
+
+    A model whose configuration cannot be read is left to the loading.
+    """
+    ranks = current()
+    if ranks is None:
+        return
+    try:
+        fields, specs, _ = _described(options)
+    except KvgenError:
+        return
+    share_of(specs, fields, ranks.size)
+
+
 def check_before_loading(options: LoadOptions, device: str, demand: Demand) -> None:
     """Weights and cache against what is free. Raises ``InputError`` with the numbers.
 
-    What cannot be predicted is not refused: loading will tell.
+    What cannot be predicted is not refused: loading will tell. Nor is what is spread over devices,
+    for each of which only as much is chosen as fits.
     """
-    free = free_bytes(device)
+    if options.spread == "auto":
+        return
+    free = _free_for_this_rank(device)
     try:
-        architecture = read_architecture(options)
-        fields = Settings(decoder_settings(architecture.config))
-        expands = expands_latent(str(fields.get("model_type")))
-        specs = specs_from_config(architecture.config, expand_latent=expands)
+        fields, specs, architecture = _described(options)
     except KvgenError:
         return
     if free is None or architecture.weight_bytes is None:
@@ -74,6 +93,9 @@ def check_before_loading(options: LoadOptions, device: str, demand: Demand) -> N
     if options.dtype == "auto" and architecture.dtype == "float16" and device == "cpu":
         itemsize = 4  # 16-bit floats are loaded as float32 there
     weights = architecture.weight_bytes_in(itemsize) or 0
+    ranks = current()
+    if ranks is not None:
+        weights, specs = weights // ranks.size, share_of(specs, fields, ranks.size)
     _check(fields, specs, itemsize, weights, free, demand)
 
 
@@ -81,9 +103,30 @@ def check_before_growing(
     config: Any, specs: Sequence[LayerSpec], itemsize: int, device: str, demand: Demand
 ) -> None:
     """The cache of a loaded model against what is free now. Raises ``InputError``."""
-    free = free_bytes(device)
+    free = _free_for_this_rank(device)
     if free is not None and all(spec.states is not None for spec in specs):
         _check(Settings(config), specs, itemsize, 0, free, demand)
+
+
+def _described(options: LoadOptions) -> tuple[Settings, list[LayerSpec], Architecture]:
+    """What is known of a model before it is loaded. Raises ``KvgenError`` where that is nothing."""
+    architecture = read_architecture(options)
+    fields = Settings(decoder_settings(architecture.config))
+    expands = expands_latent(str(fields.get("model_type")))
+    return fields, specs_from_config(architecture.config, expand_latent=expands), architecture
+
+
+def _free_for_this_rank(device: str) -> int | None:
+    """As ``free_bytes``; of several ranks, what the one with the least has.
+
+    All ranks have looked before any goes on to take memory.
+    """
+    free, ranks = free_bytes(device), current()
+    if ranks is None:
+        return free
+    every = ranks.gather(free // ranks.local_size if free and device == "cpu" else free)
+    known = [one for one in every if one is not None]
+    return min(known, default=None)
 
 
 def _check(
@@ -101,13 +144,14 @@ def _check(
     storage = Storage("cache", itemsize, demand.policy or _plain())
     fitter = Fitter(free - weights, fields, stored, itemsize, demand.chunk)
     try:
-        if fitter.fits(demand.tokens, 1, storage):
-            return
-        cache = kv_bytes(stored, demand.tokens, storage)
+        one = kv_bytes(stored, demand.tokens, storage)
     except InputError:  # states without a rule
         return
-    working = fitter.working(demand.tokens)
-    parts = [f"a KV cache of {_text(cache)}"] if stored else []
+    cache, working = one * demand.batch, fitter.working(demand.tokens)
+    if weights + cache + working <= free:
+        return
+    rows = f" for {demand.batch} rows" if demand.batch > 1 else ""
+    parts = [f"a KV cache of {_text(cache)}{rows}"] if stored else []
     parts = [*([f"weights of {_text(weights)}"] if weights else []), *parts]
     parts.append(f"about {_text(working)} to compute with")
     most = fitter.longest(storage, limit).longest_context
@@ -116,6 +160,9 @@ def _check(
         if most
         else "no context would fit; use a smaller model or --dtype bfloat16"
     )
+    fewer = (free - weights - working) // one if one else 0
+    if demand.batch > 1 and fewer > 0:
+        advice = f"--batch-size {fewer} would fit"
     raise InputError(
         f"{demand.tokens:,} tokens need {_text(weights + cache + working)} "
         f"({', '.join(parts)}), and {_text(free)} are free: {advice}, or try anyway with "

@@ -89,12 +89,59 @@ class Totals:
     """All later steps together."""
     detokenize_s: float
     ttft_s: float
-    """From the request to the first token: tokenize and prefill."""
+    """From the request to the first token: tokenize, read the prompt-cache file, prefill."""
     tpot_s: float | None
     """Mean time per output token after the first; absent below two tokens."""
     forwarded_tokens: int
     recompute_s: float | None
     """What all tokens together would have cost without a cache."""
+
+
+@dataclass
+class Reuse:
+    """The receipt: what of the prompt was already there, and what that saved."""
+
+    submitted: int
+    """Prompt tokens."""
+    matched: int
+    """Of them, how many begin what was stored as well."""
+    reused: int
+    """Of them, how many were taken from there."""
+    computed: int
+    """Prompt tokens that were forwarded."""
+    why_fewer: str | None = None
+    """Why fewer were reused than matched."""
+    why_no_further: str | None = None
+    """What ended the match before the prompt's end."""
+    saved_s: float | None = None
+    """What forwarding the reused tokens took when they were stored."""
+    file: str | None = None
+    """The prompt-cache file."""
+    file_tokens: int | None = None
+    """Tokens that it held; absent if it was not there."""
+    file_bytes: int | None = None
+    read_s: float | None = None
+    """Reading the file, every byte checked."""
+    identify_s: float | None = None
+    """Finding out whether it belongs to this model; once per loaded model."""
+
+
+@dataclass
+class Kept:
+    """What a run left in its prompt-cache file."""
+
+    file: str
+    tokens: int | None = None
+    """Tokens that the file holds now; absent if nothing was written."""
+    bytes: int | None = None
+    write_s: float | None = None
+    snapshot: bool = False
+    """Whether it holds the cache as it was one token before the prompt's end, because it cannot
+    go back."""
+    why_not: str | None = None
+    """Why nothing was written, where there was no need or no way to."""
+    error: str | None = None
+    """What went wrong in writing it; the file is then as it was."""
 
 
 @dataclass
@@ -142,6 +189,25 @@ class ModelFacts:
 
 
 @dataclass
+class RankShares:
+    """A run over several ranks: what each of them holds at the end, in rank order. Bytes elsewhere
+    in the record are those of rank 0.
+    """
+
+    size: int
+    backend: str
+    """What carries tensors between them."""
+    weight_bytes: list[int]
+    """Weights and buffers. Bytes."""
+    kv_bytes_used: list[int]
+    """Pairs held, counted on the tensors. Bytes."""
+    kv_bytes_allocated: list[int]
+    """Storage owned for them. Bytes."""
+    kv_bytes_formula: int | None
+    """What the formula gives for a rank. Bytes."""
+
+
+@dataclass
 class Generation:
     """One run of ``kvgen generate``, whole or as far as it came."""
 
@@ -164,5 +230,10 @@ class Generation:
     steps: list[Step] = field(default_factory=list)
     totals: Totals | None = None
     check: Check | None = None
+    reuse: Reuse | None = None
+    kept: Kept | None = None
+    """Absent without a prompt-cache file that may be written."""
     notes: list[str] = field(default_factory=list)
     """What a reader must know to read the numbers right."""
+    ranks: RankShares | None = None
+    """Absent where one process runs the whole model."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from kvgen.machine import cpu_name, is_busy
 from kvgen.models.packed import weights
+from kvgen.models.ranks import local, shared
 from kvgen.storage import make_private, write_atomically
 
 _PROBE_BYTES = 512 * 1024 * 1024
@@ -20,7 +22,8 @@ _PROBE_READS = 5
 
 
 class WeightReads:
-    """Bytes of weights in a model, and how many of them one forward must read at least.
+    """Bytes of weights in a model, and how many of them one forward must read at least; of a model
+    that is divided over ranks, this rank's.
 
     An input embedding of its own is read one row per token; one that is tied to the output is read
     whole. Of a mixture of experts only the chosen experts are read: at most ``tokens`` times the
@@ -29,17 +32,17 @@ class WeightReads:
 
     def __init__(self, model: Any) -> None:
         every = weights(model)
-        parameters = _unique(list(every.values()))
-        self.total = sum((parameters | _unique(list(model.buffers()))).values())
-        table = model.get_input_embeddings().weight
+        parameters = _unique(map(local, every.values()))
+        self.total = sum((parameters | _unique(map(local, model.buffers()))).values())
+        table = local(model.get_input_embeddings().weight)
         output = model.get_output_embeddings()
-        tied = output is not None and output.weight.data_ptr() == table.data_ptr()
+        tied = output is not None and local(output.weight).data_ptr() == table.data_ptr()
         self._embedding = 0 if tied else parameters[table.data_ptr()]
         self._row = 0 if tied else table[0].numel() * table.element_size()
         config = model.config.get_text_config(decoder=True)
         experts, chosen = _first(config, _EXPERTS), _first(config, _CHOSEN)
         self._share_per_token = chosen / experts if experts and chosen else 1.0
-        inside = [weight for name, weight in every.items() if ".experts." in name]
+        inside = [local(weight) for name, weight in every.items() if ".experts." in name]
         self._experts = sum(_unique(inside).values())
 
     def per_forward(self, tokens: int) -> int:
@@ -58,17 +61,25 @@ def _first(config: Any, names: tuple[str, ...]) -> int | None:
     return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
-def _unique(tensors: list[Any]) -> dict[int, int]:
-    # A packed weight has no address to tell it by, and no other that shares it.
-    return {id(t) if t.is_mkldnn else t.data_ptr(): t.numel() * t.element_size() for t in tensors}
+def _unique(tensors: Iterable[Any]) -> dict[int, int]:
+    # Packed weights and those that wait on a disk have no address, and share no memory.
+    return {
+        id(t) if t.is_mkldnn else t.data_ptr() or id(t): t.numel() * t.element_size()
+        for t in tensors
+    }
 
 
 def measured_bandwidth(device: Any, threads: int, folder: Path | None) -> float | None:
     """Bytes per second of large reads on ``device`` with ``threads`` threads.
 
     Measured once (a few hundred milliseconds) and remembered in ``folder``, unless other work ran
-    beside it; ``None`` when memory for the probe cannot be had.
+    beside it; ``None`` when memory for the probe cannot be had. Of several ranks the first one
+    measures, so that they do not measure each other.
     """
+    return shared(lambda: _measured_bandwidth(device, threads, folder))
+
+
+def _measured_bandwidth(device: Any, threads: int, folder: Path | None) -> float | None:
     key = f"{_device_name(device)}, {threads} threads, torch {torch.__version__}"
     remembered = _remembered(folder)
     if key in remembered:

@@ -6,33 +6,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from kvgen.cache.adapter import continues_prefill, policy_for, specs_for
-from kvgen.cache.manager import KVCache
-from kvgen.cache.policies import DEFAULT, find_policy
+from kvgen.cache.policies import DEFAULT
 from kvgen.engine.decoder import Decoder
 from kvgen.engine.forward import Forward
 from kvgen.engine.prompt import check_fits, check_known, encode
 from kvgen.engine.sampling import Sampler, SamplingOptions
 from kvgen.engine.text import IncrementalText, StopStrings
-from kvgen.errors import DisagreementError, UsageError
-from kvgen.measure.clock import Clock, DeviceClock
+from kvgen.errors import UsageError
+from kvgen.measure.clock import Clock, clock_for
 from kvgen.measure.environment import environment
-from kvgen.measure.facts import model_facts
+from kvgen.measure.facts import device_note, is_spread, model_facts, rank_shares
 from kvgen.measure.guard import Demand, check_before_growing
+from kvgen.measure.prompt_cache import PromptCache
 from kvgen.measure.recompute import KeptLogits, fill_in, recompute
-from kvgen.measure.records import Generation, Step, Totals
+from kvgen.measure.records import Generation, Kept, Reuse, Step, Totals
 from kvgen.measure.roofline import WeightReads, measured_bandwidth
-from kvgen.measure.verdict import (
-    compare_step,
-    judge,
-    largest_logit,
-    lossy_tolerance,
-    tolerance,
-)
+from kvgen.measure.warmup import warm_up
 from kvgen.models import LoadedModel
 from kvgen.storage import cache_root
 
@@ -53,6 +48,8 @@ class GenerationOptions:
     max_new_tokens: int | None = None
     chat: bool = False
     system: str | None = None
+    parse_special: bool = False
+    """Read special tokens that the prompt spells out as what they name."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -64,6 +61,10 @@ class GenerationOptions:
     prefill_chunk: int | None = None
     recompute: Literal["sampled", "all", "off"] = "sampled"
     warmup: bool = True
+    prompt_cache: Path | None = None
+    """A file to take the beginning of the prompt from, if it is there, and to leave the cache in;
+    needs the cache."""
+    prompt_cache_read_only: bool = False
 
 
 class GenerationRun:
@@ -75,10 +76,11 @@ class GenerationRun:
         """Tokenizes the prompt and warms up. Raises ``InputError`` if the prompt does not fit."""
         self._loaded = loaded
         self._options = options
-        self._clock = clock or DeviceClock(loaded.device)
+        self._clock = clock or clock_for(loaded.device)
         self._dtype = str(loaded.dtype).removeprefix("torch.")
         begin = self._clock.now()
-        ids = encode(loaded.tokenizer, options.prompt, options.chat, options.system)
+        given = (options.prompt, options.chat, options.system, options.parse_special)
+        ids = encode(loaded.tokenizer, *given)
         self._tokenize_s = self._clock.now() - begin
         check_known(ids, loaded.model.get_input_embeddings().weight.shape[0])
         room = check_fits(len(ids), options.max_new_tokens, loaded.context_limit)
@@ -96,20 +98,33 @@ class GenerationRun:
             )
         # The last new token is never forwarded, so it is never stored.
         tokens = len(ids) + wanted - 1
-        if not options.force:
-            demand = Demand(tokens, policy, chunk or len(ids))
+        self._cache = policy.for_tokens(tokens).make(specs) if policy else None
+        self._file: PromptCache | None = None
+        reuse = Reuse(len(ids), 0, 0, len(ids))
+        if options.prompt_cache is not None and self._cache is not None:
+            self._file = PromptCache(
+                options.prompt_cache,
+                not options.prompt_cache_read_only,
+                loaded,
+                self._forward.attention,
+                self._cache,
+                self._clock,
+            )
+            reuse = self._file.take(ids, options.chat)
+        if not options.force and not is_spread(loaded.model):
+            demand = Demand(tokens, policy, chunk or reuse.computed)
             itemsize = loaded.dtype.itemsize
             check_before_growing(loaded.config, specs, itemsize, str(loaded.device), demand)
-        self._cache = policy.for_tokens(tokens).make(specs) if policy else None
         sampler = Sampler(options.sampling)
-        self._decoder = Decoder(self._forward, ids, sampler, self._cache, options.prefill_chunk)
+        snapshot = self._file is not None and self._file.wants_snapshot(tokens)
+        self._decoder = Decoder(self._forward, ids, sampler, self._cache, chunk, snapshot)
         self._text = IncrementalText(loaded.tokenizer, ids)
         self._stops = StopStrings(options.stop)
         self._kept = KeptLogits(self._kept_limit(wanted))
         self._detokenize_s = 0.0
         bandwidth = measured_bandwidth(loaded.device, torch.get_num_threads(), cache_root())
         if options.warmup:
-            self._warm_up(ids)
+            warm_up(loaded, self._forward, ids, policy.make(specs) if policy else None)
         self.record = Generation(
             model=model_facts(loaded, self._weights.total, self._cache),
             environment=environment(self._forward, loaded.device, self._dtype, bandwidth),
@@ -121,6 +136,7 @@ class GenerationRun:
             max_new_tokens=wanted,
             prefill_chunk=options.prefill_chunk,
             sampling=asdict(options.sampling) | {"seed": sampler.seed},
+            reuse=reuse,
         )
         if policy is not None and policy.note is not None:
             self.record.notes.append(policy.note)
@@ -146,6 +162,7 @@ class GenerationRun:
     def finish(self) -> Generation:
         """The record, complete, after recomputing without a cache what the options ask for."""
         record = self.record
+        self._keep()
         if record.finish_reason == "interrupted":
             record.notes.append("interrupted: nothing was recomputed without a cache")
         elif record.finish_reason == "memory":
@@ -156,9 +173,24 @@ class GenerationRun:
             self._recompute()
         if self._cache is not None:
             record.kv_bytes_formula = self._cache.bytes_formula(self._loaded.dtype.itemsize)
+        if record.finish_reason != "memory":  # which befalls one rank, not all
+            itemsize = self._loaded.dtype.itemsize
+            record.ranks = rank_shares(self._weights.total, self._cache, itemsize)
+        if self._cache is not None and is_spread(self._loaded.model):
+            record.notes.append(device_note(self._cache))
         if record.steps:
             record.totals = self._totals()
         return record
+
+    def _keep(self) -> None:
+        """Leave the cache in the prompt-cache file, once."""
+        record = self.record
+        if self._file is None or not self._file.writes or record.kept or record.reuse is None:
+            return
+        prefill_s = record.steps[0].latency_s if record.steps else None
+        snapshot = self._decoder.snapshot
+        record.kept = Kept(str(self._file.path))
+        self._file.keep(record.kept, snapshot, self._decoder.ids, record.reuse, prefill_s)
 
     def _step(self, index: int) -> tuple[str, bool]:
         """One token: its record, the text it frees, and whether it is the last."""
@@ -213,37 +245,6 @@ class GenerationRun:
         self.record.text += rest
         return rest
 
-    def _warm_up(self, ids: list[int]) -> None:
-        """Both shapes once, on a cache of its own: a few tokens together, then one alone.
-
-        With a cache that is also a first proof: raises ``DisagreementError`` before any text is
-        shown when the model predicts otherwise with it than without.
-        """
-        cache = None
-        if self._cache is not None:
-            cache = KVCache(self._cache.specs, policy=find_policy(self._options.cache))
-        decoder = Decoder(self._forward, ids[:8], Sampler(SamplingOptions()), cache)
-        decoder.step()
-        token = decoder.step()
-        if cache is None:
-            return
-        logits = self._forward.uncached(decoder.ids[:-1])
-        largest = largest_logit(logits)
-        limit = tolerance(self._dtype, largest)
-        change = self._loaded.rotary_change
-        rescaled_from = 0 if change is not None and len(decoder.ids) > change else None
-        lossy = lossy_tolerance(cache.policy.tolerance, largest)
-        check = judge([compare_step(1, token.logits, logits)], limit, rescaled_from, lossy)
-        if check.verdict == "broken":
-            config = self._loaded.config
-            why = "it does not attend causally, or keeps a state that no cache reaches"
-            if getattr(config, "is_decoder", None) is False:
-                why = "its configuration says is_decoder = false, so it attends in both directions"
-            raise DisagreementError(
-                f"{config.model_type} predicts otherwise with a cache than without (max |Δlogit| "
-                f"{check.max_abs_logit_difference:.1e}): {why}; run it without one: --no-cache"
-            )
-
     def _kept_limit(self, new_tokens: int) -> int:
         mode = self._options.recompute
         if mode == "sampled":
@@ -289,6 +290,7 @@ class GenerationRun:
     def _totals(self) -> Totals:
         steps = self.record.steps
         prefill = steps[0].latency_s
+        read = (self.record.reuse and self.record.reuse.read_s) or 0.0
         decode = sum(step.latency_s for step in steps[1:])
         costs = [step.recompute_s for step in steps if step.recompute_s is not None]
         return Totals(
@@ -297,7 +299,7 @@ class GenerationRun:
             prefill_s=prefill,
             decode_s=decode,
             detokenize_s=self._detokenize_s,
-            ttft_s=self._tokenize_s + prefill,
+            ttft_s=self._tokenize_s + read + prefill,
             tpot_s=decode / (len(steps) - 1) if len(steps) > 1 else None,
             forwarded_tokens=sum(step.forwarded_tokens for step in steps),
             recompute_s=sum(costs) if costs else None,

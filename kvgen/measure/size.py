@@ -16,7 +16,8 @@ from kvgen.cache.quantized import Quantized
 from kvgen.cache.raw_config import decoder_settings
 from kvgen.cache.settings import Settings
 from kvgen.cache.shapes import specs_from_config
-from kvgen.cache.spec import LayerSpec
+from kvgen.cache.shares import share_of
+from kvgen.cache.spec import NOTHING, LayerSpec
 from kvgen.errors import InputError, UsageError
 from kvgen.measure.architecture import Architecture
 from kvgen.measure.fit import Fitter, Storage, find_storage, growth, kv_bytes, windowless
@@ -34,6 +35,8 @@ class SizeOptions:
     budget: int | None = None
     as_if_full: bool = False
     prefill_chunk: int = 512
+    ranks: int = 1
+    """Over which the key/value heads are shared out; every figure is then one rank's."""
 
 
 def size_of(architecture: Architecture, options: SizeOptions) -> Size:
@@ -44,7 +47,8 @@ def size_of(architecture: Architecture, options: SizeOptions) -> Size:
     """
     fields = Settings(decoder_settings(architecture.config))
     expands = expands_latent(str(fields.get("model_type")))
-    stored = specs_from_config(architecture.config, expand_latent=expands)
+    whole = specs_from_config(architecture.config, expand_latent=expands)
+    stored = share_of(whole, fields, options.ranks)
     specs = windowless(stored) if options.as_if_full else stored
     names = dict.fromkeys(options.kv_dtypes or (architecture.dtype,))
     storages = [find_storage(name, architecture.itemsize, options.cache) for name in names]
@@ -55,7 +59,7 @@ def size_of(architecture: Architecture, options: SizeOptions) -> Size:
         dtype=architecture.dtype,
         cache=options.cache or "step",
         context_limit=fields.integer("max_position_embeddings", "n_positions", "max_seq_len"),
-        weight_bytes=architecture.weight_bytes,
+        weight_bytes=_weight_share(architecture, options.ranks),
         weight_source=architecture.weight_source,
         groups=list(_groups(specs, first)),
         kv_dtype=first.name,
@@ -63,7 +67,10 @@ def size_of(architecture: Architecture, options: SizeOptions) -> Size:
         bytes_per_token_later=growth(specs, first, after=1 << 24),
         fixed_bytes=sum(_fixed(spec, first.itemsize) or 0 for spec in specs),
         notes=list(_notes(stored, first.policy, options.as_if_full)),
+        ranks=options.ranks,
     )
+    if options.ranks > 1:
+        size.notes.insert(0, _share_note(whole, stored, options.ranks))
     size.alternatives = _alternatives(architecture, fields, expands, first)
     for context in options.contexts:
         for batch in options.batches:
@@ -77,7 +84,7 @@ def size_of(architecture: Architecture, options: SizeOptions) -> Size:
             "figures say what they would take"
         )
     if options.budget is not None:
-        left = options.budget - _weights(architecture, options.budget)
+        left = options.budget - _weights(architecture, options)
         fitter = Fitter(left, fields, specs, architecture.itemsize, options.prefill_chunk)
         size.budget_bytes, size.prefill_chunk = options.budget, options.prefill_chunk
         size.fits = [fitter.longest(storage, size.context_limit) for storage in storages]
@@ -87,8 +94,23 @@ def size_of(architecture: Architecture, options: SizeOptions) -> Size:
     return size
 
 
-def _weights(architecture: Architecture, budget: int) -> int:
+def _weight_share(architecture: Architecture, ranks: int) -> int | None:
     weights = architecture.weight_bytes
+    return None if weights is None else -(-weights // ranks)
+
+
+def _share_note(whole: Sequence[LayerSpec], stored: Sequence[LayerSpec], ranks: int) -> str:
+    note = (
+        f"all figures are those of one rank of {ranks}; weights are an even share (norms are whole "
+        "on every rank)"
+    )
+    if any(a == b and b.kind != NOTHING for a, b in zip(whole, stored, strict=True)):
+        note += "; layers without heads of their own are whole on every rank"
+    return note
+
+
+def _weights(architecture: Architecture, options: SizeOptions) -> int:
+    weights, budget = _weight_share(architecture, options.ranks), options.budget or 0
     if weights is None:
         raise UsageError(
             f"the weights of {architecture.name} cannot be estimated from its configuration; "
@@ -181,7 +203,7 @@ def _notes(specs: Sequence[LayerSpec], policy: Policy, as_if_full: bool) -> Iter
 def _alternatives(
     architecture: Architecture, fields: Settings, expands: bool, storage: Storage
 ) -> list[Alternative]:
-    """Latent attention in both forms; which of them is stored, transformers decides."""
+    """Latent attention in both forms, whole; which of them is stored, transformers decides."""
     found = []
     if fields.integer("kv_lora_rank"):
         for name, expand in (("compressed latent", False), ("expanded keys and values", True)):

@@ -83,3 +83,5 @@ class Size:
     fits: list[Fit] = field(default_factory=list)
     alternatives: list[Alternative] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    ranks: int = 1
+    """Over which the heads are shared out; all figures are those of one rank."""

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvgen.measure.comparison_records import Agreement, Comparison, CostFit, Result, Row, Run
+from kvgen.measure.comparison_records import (
+    Agreement,
+    Communication,
+    Comparison,
+    CostFit,
+    Result,
+    Row,
+    Run,
+)
 from kvgen.measure.stats import break_even, fit_line, median, percentile, ratio, summary, tpot, ttft
 
 _UNSTEADY = 0.1  # a spread above this part of the median says that something else was running
@@ -51,7 +59,19 @@ def result(
         speedup=None,
         prefill_speedup=None,
         break_even_position=None,
+        communication=_communication(runs),
     )
+
+
+def _communication(runs: Sequence[Run]) -> Communication | None:
+    """Of the decode steps; ``None`` where there are none, or no ranks."""
+    spent = [one for run in runs for one in (run.communication or [])[1:]]
+    took = sum(sum(run.latencies_s[1:]) for run in runs if run.communication)
+    if not spent or not took:
+        return None
+    share = sum(one.seconds for one in spent) / took
+    each = median([one.seconds for one in spent])
+    return Communication(each, share, spent[-1].collectives, spent[-1].wire_bytes)
 
 
 def against_reference(results: list[Result], first_position: int) -> None:

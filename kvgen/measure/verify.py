@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvgen.cache.adapter import TransformersCache, continues_prefill, specs_for
+from kvgen.cache.fingerprint import fingerprint
 from kvgen.cache.layers import CannotTrimError
 from kvgen.cache.manager import KVCache
 from kvgen.cache.quirks import takes_padding
+from kvgen.cache.saving import load_cache, open_for, save_cache
 from kvgen.engine.forward import Forward
 from kvgen.measure.checks import (
     BATCH,
@@ -70,6 +74,7 @@ class Verifier:
         may take. ``forward`` is the one to verify, by default a plain one. Raises ``ModelError``
         for a model that the cache does not serve.
         """
+        self._model = model
         self.forward = forward or Forward(model)
         self._specs = specs_for(model)
         self._many = continues_prefill(model, self._specs)
@@ -80,6 +85,8 @@ class Verifier:
         self._step = step
         self._longest = longest
         self._parallel = self.forward.uncached_everywhere(ids)
+        if not self._parallel.max().isfinite():
+            raise self.forward.not_finite(ids, 0)
         dtype = str(model.dtype).removeprefix("torch.")
         self.limit = tolerance(dtype, largest_logit(self._parallel)) if limit is None else limit
         """Largest |Δlogit| that counts as the same."""
@@ -93,7 +100,7 @@ class Verifier:
         yield guarded(TRIM, self.trim_and_regenerate)
         yield guarded(RESET, self.reset_and_repeat)
         yield guarded(FORK, self.fork_is_independent)
-        yield self.save_and_load()
+        yield guarded(SAVE_AND_LOAD, self.save_and_load)
         yield guarded(BATCH, self.batch_against_alone)
         yield guarded(PADDING, self.left_padding)
         yield guarded(BYTES, self.bytes_follow_the_formula)
@@ -173,7 +180,17 @@ class Verifier:
 
     def save_and_load(self) -> Outcome:
         """A cache read back from a file goes on as the one that was written."""
-        return not_applicable(SAVE_AND_LOAD, "kvgen writes no caches to disk yet")
+        cache, again = self._new_cache(), self._new_cache()
+        self._run(cache, [self._prompt])
+        own = fingerprint(self._model, None, self._specs, cache.kv.policy, "any")
+        try:
+            with TemporaryDirectory(prefix="kvgen-") as folder:
+                path = Path(folder) / "cache"
+                save_cache(path, cache.kv, self._ids[: self._prompt], own)
+                load_cache(open_for(path, own), again.kv, self._model.device)
+        except OSError as error:
+            return not_applicable(SAVE_AND_LOAD, f"no file can be written here: {error.strerror}")
+        return self._compare(SAVE_AND_LOAD, self._feed(again, self._ones), self._prompt)
 
     def batch_against_alone(self) -> Outcome:
         """Two sequences in one batch predict what each predicts alone."""

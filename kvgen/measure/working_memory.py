@@ -8,6 +8,7 @@ peaks depend on kernels and allocators; the estimate is meant to be right within
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from kvgen.cache.settings import Settings
 from kvgen.cache.spec import LayerSpec
@@ -17,8 +18,9 @@ def working_bytes(
     fields: Settings, specs: Sequence[LayerSpec], tokens: int, chunk: int, itemsize: int
 ) -> int:
     """Bytes for a forward of ``chunk`` tokens that ends a sequence of ``tokens``."""
+    fields = fields.of_layer(0)  # where layers differ, the whole configuration gives no number
     hidden = fields.integer("hidden_size", "n_embd", "d_model") or 0
-    width = fields.integer("intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
+    width = _widest(fields.get("intermediate_size", "n_inner", "ffn_dim")) or 4 * hidden
     experts = fields.integer("num_experts_per_tok") or 0
     expert_width = (fields.integer("moe_intermediate_size") or width) * experts
     heads = fields.integer("num_attention_heads", "n_head", "num_heads", "n_heads") or 1
@@ -30,3 +32,9 @@ def working_bytes(
     mask = chunk * tokens if chunk > 1 and any(spec.has_pairs for spec in specs) else 0
     logits = (fields.integer("vocab_size") or 0) * (itemsize + 4)
     return (chunk * each + tokens * attended) * itemsize + mask + logits
+
+
+def _widest(value: Any) -> int:
+    """The number, or the largest where a configuration lists one for each layer."""
+    numbers = value if isinstance(value, list | tuple) else [value]
+    return max((n for n in numbers if isinstance(n, int)), default=0)

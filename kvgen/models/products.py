@@ -99,6 +99,10 @@ def _by_shape(model: Any) -> dict[str, list[Any]]:
         if type(layer) is not torch.nn.Linear or "forward" in vars(layer):
             continue
         weight = layer.weight
+        # Shares of a weight, and weights that wait elsewhere, are the business of those who moved
+        # them.
+        if type(weight) is not torch.nn.Parameter or weight.device.type != "cpu":
+            continue
         if weight.nbytes >= _LEAST_BYTES and weight.is_contiguous() and weight.shape[0] % 2 == 0:
             dtype = str(weight.dtype).removeprefix("torch.")
             shapes.setdefault(f"{weight.shape[0]}x{weight.shape[1]} {dtype}", []).append(layer)

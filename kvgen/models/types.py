@@ -26,6 +26,8 @@ class LoadOptions:
     """What the user asked for. ``model=None`` means the default model.
 
     ``load_format`` "dummy" fills an architecture with random weights, see ``kvgen.models.dummy``.
+    ``spread`` is how a model is divided, see ``kvgen.models.spread``: "tensor" over the ranks of
+    this run, "auto" over the devices of this machine.
     ``attention`` is what single tokens attend with: auto, model (its own) or kvgen. ``tune`` "auto"
     chooses by timing how linear layers multiply a single row, "off" leaves it to the library.
     """
@@ -37,6 +39,7 @@ class LoadOptions:
     trust_remote_code: bool = False
     offline: bool = False
     load_format: Literal["auto", "dummy"] = "auto"
+    spread: Literal["none", "tensor", "auto"] = "none"
     attention: str = "auto"
     tune: Literal["auto", "off"] = "auto"
 

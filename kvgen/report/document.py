@@ -26,7 +26,10 @@ def generation_document(record: Generation) -> dict[str, Any]:
 
 def run_line(record: Generation) -> dict[str, Any]:
     """The first JSON line: what runs, before any token."""
-    fields = ("model", "environment", "cached", "prompt_tokens", "max_new_tokens", "sampling")
+    fields = (
+        *("model", "environment", "cached", "prompt_tokens", "max_new_tokens", "sampling"),
+        "reuse",
+    )
     document = asdict(record)
     return {"schema": SCHEMA, "type": "run"} | {name: document[name] for name in fields}
 

@@ -92,6 +92,8 @@ def _wrapped(line: str) -> list[str]:
 def _head(size: Size) -> list[str]:
     limit = f", at most {size.context_limit:,} tokens" if size.context_limit else ""
     lines = [f"{size.model}: {size.model_type}, {size.dtype}{limit}"]
+    if size.ranks > 1:
+        lines.append(f"one rank of {size.ranks}")
     if size.weight_bytes is None:
         lines.append(f"weights: {size.weight_source}")
     else:

@@ -7,7 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvgen.measure.environment import busy
-from kvgen.measure.records import Generation, Step
+from kvgen.measure.records import Generation, RankShares, Step
+from kvgen.report.receipt import receipt_lines
 from kvgen.report.units import bytes_text, seconds_text, visible
 
 _FIRST_ROWS = 5
@@ -53,12 +54,19 @@ def _header(record: Generation) -> list[str]:
     model, where = record.model, record.environment
     ending = _ENDINGS[record.finish_reason]
     first = f"{model.name}: {where.dtype} on {where.device}, {where.threads} threads"
+    if record.ranks is not None:
+        first += f", rank 0 of {record.ranks.size} over {record.ranks.backend}"
     second = f"{record.prompt_tokens:,} prompt tokens, {len(record.steps):,} new ({ending})"
     if model.kv_bytes_per_token is None:
         second += ", no KV cache"
     else:
         second += f", {bytes_text(model.kv_bytes_per_token)} of KV cache per token"
-    return [first, second]
+        last = record.steps[-1] if record.steps else None
+        # Stored more compactly only when a block is full.
+        if last and last.kv_bytes_used > last.cached_tokens * model.kv_bytes_per_token:
+            second += " in the long run"
+    receipt = receipt_lines(record.reuse, record.kept) if record.reuse else []
+    return [first, second, *receipt]
 
 
 def _table(record: Generation, trace: bool) -> Table:
@@ -159,6 +167,8 @@ def _memory_lines(record: Generation) -> list[str]:
             f"KV cache: {last.kv_bytes_used:,} bytes used {beside}, "
             f"{last.kv_bytes_allocated:,} allocated{_to_come(last)}"
         )
+    if record.ranks is not None:
+        lines += ranks_lines(record.ranks)
     shares = [s.bandwidth_share for s in record.steps[1:] if s.bandwidth_share is not None]
     bandwidth = record.environment.bandwidth_bytes_per_s
     if shares and bandwidth:
@@ -167,6 +177,22 @@ def _memory_lines(record: Generation) -> list[str]:
             f"({bandwidth / 1e9:.1f} GB/s)"
         )
     return lines
+
+
+def ranks_lines(ranks: RankShares) -> list[str]:
+    """What the ranks hold, each and together."""
+    used, weights = ranks.kv_bytes_used, ranks.weight_bytes
+    return [
+        f"all {ranks.size} ranks: KV cache {sum(used):,} bytes used ({_each(used)}), "
+        f"{sum(ranks.kv_bytes_allocated):,} allocated",
+        f"weights {bytes_text(sum(weights))} ({_each(weights)})",
+    ]
+
+
+def _each(counts: list[int]) -> str:
+    if len(set(counts)) == 1:
+        return f"{counts[0]:,} each"
+    return ", ".join(f"{count:,}" for count in counts)
 
 
 def _to_come(step: Step) -> str:

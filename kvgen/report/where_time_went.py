@@ -20,6 +20,7 @@ def explanation(record: Comparison) -> list[str]:
     for facts in record.contestants[1:]:
         if facts.kind == "no-cache":
             sentences += _uncached_growth(found.get(facts.name), deepest, facts.name)
+    sentences += _exchanged(record, deepest)
     sentences += _paid(record, rows)
     return sentences
 
@@ -41,6 +42,20 @@ def _one_step(record: Comparison, row: Row) -> str:
         f"{text}: at the {bandwidth / 1e9:.0f} GB/s measured here that is at least "
         f"{seconds_text(step.bytes_read / bandwidth)}, and it took {seconds_text(step.step_s[-1])}."
     )
+
+
+def _exchanged(record: Comparison, row: Row) -> list[str]:
+    """What the ranks had to tell each other, in the reference's steps."""
+    found, ranks = row.results[0].communication, record.ranks
+    if found is None or ranks is None:
+        return []
+    return [
+        f"Of a step {found.share:.0%} went to communication between the {ranks.size} ranks: "
+        f"{seconds_text(found.step_s)} in {found.collectives:,} collectives, for which a rank "
+        f"sends {bytes_text(found.wire_bytes)} over {ranks.backend}.",
+        f"The cache is shared out by heads: {bytes_text(ranks.kv_bytes_used[0])} on each rank, "
+        f"{bytes_text(sum(ranks.kv_bytes_used))} together.",
+    ]
 
 
 def _cached_growth(record: Comparison, fit: CostFit, row: Row) -> list[str]:

@@ -1,0 +1,95 @@
+"""Several sequences in one cache, so that one forward serves them all.
+
+They end at the same slot; a shorter one begins with padding, which whoever forwards must mask.
+Knows layers, nothing of transformers or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import inference_mode
+
+from kvgen.cache.layers import Layer
+from kvgen.cache.manager import KVCache
+from kvgen.cache.policy import Policy
+from kvgen.cache.recurrent import States
+from kvgen.cache.slots import TokenSlots
+from kvgen.cache.spec import SPARSE, LayerSpec
+
+
+def why_alone(specs: Sequence[LayerSpec], policy: Policy) -> str | None:
+    """Why sequences of different lengths cannot share a cache; ``None`` if they can."""
+    for layer in policy.make(specs).layers:
+        if layer.pools:
+            return f"a {layer.spec.kind} layer pools tokens by their place in the sequence"
+        if layer.spec.kind == SPARSE:
+            return f"a {layer.spec.kind} layer chooses tokens by their place in the sequence"
+        if layer.index_positions is not None:
+            return f"a {layer.spec.kind} layer keeps positions that all sequences share"
+        if not all(isinstance(part, TokenSlots | States) for part in layer.parts):
+            return "the storage policy treats tokens by their place in the sequence"
+    return None
+
+
+def stack(caches: Sequence[KVCache], rows: int) -> KVCache:
+    """One cache of ``rows`` sequences, first all those of ``caches``, which it copies."""
+    whole = KVCache(caches[0].specs, policy=caches[0].policy)
+    whole.position = max(cache.position for cache in caches)
+    with inference_mode():
+        for index, layer in enumerate(whole.layers):
+            others = [_parts(cache.layers[index]) for cache in caches]
+            for part, *each in zip(_parts(layer), *others, strict=True):
+                part.stack(each, rows)
+    return whole
+
+
+def put(cache: KVCache, row: int, other: KVCache) -> None:
+    """Replace sequence ``row`` by the one of ``other``, which is no longer; copies that one."""
+    # Buffers that grew within a forward are inference tensors, which change only in this mode.
+    with inference_mode():
+        for layer, source in zip(cache.layers, other.layers, strict=True):
+            for part, new in zip(_parts(layer), _parts(source), strict=True):
+                part.put(row, new)
+
+
+def keep(cache: KVCache, rows: list[int]) -> None:
+    """Keep only these sequences. Copies them."""
+    for layer in cache.layers:
+        for part in _parts(layer):
+            part.keep(rows)
+
+
+def drop_first(cache: KVCache, tokens: int) -> None:
+    """Forget the first ``tokens`` tokens, which are padding in every sequence; copies nothing."""
+    for layer in cache.layers:
+        for part in _parts(layer):
+            part.drop_first(tokens)
+    cache.position -= tokens
+
+
+def goes_back(specs: Sequence[LayerSpec], policy: Policy) -> bool:
+    """Whether a cache holds each of its earlier states as well, as ``beginning`` needs it."""
+    return all(
+        isinstance(part, TokenSlots) and part.window is None
+        for layer in policy.make(specs).layers
+        for part in layer.parts
+    )
+
+
+def beginning(cache: KVCache, tokens: int) -> KVCache:
+    """A copy of what a cache that ``goes_back`` held after its first ``tokens`` tokens."""
+    twin = KVCache(cache.specs, policy=cache.policy)
+    twin.position = tokens
+    for layer, source in zip(twin.layers, cache.layers, strict=True):
+        for part, old in zip(layer.parts, source.parts, strict=True):
+            assert isinstance(part, TokenSlots)
+            assert isinstance(old, TokenSlots)
+            part.update(*(view[:, :, :tokens] for view in old.views))
+    return twin
+
+
+def _parts(layer: Layer) -> list[Any]:
+    """The parts, which ``why_alone`` has found to be ``TokenSlots`` and ``States``."""
+    return list(layer.parts)
