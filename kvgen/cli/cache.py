@@ -33,6 +33,7 @@ def save(
     dtype: shared.DtypeOption = shared.Dtype.auto,
     device: shared.DeviceOption = "auto",
     attention: shared.AttentionOption = shared.AttentionMode.auto,
+    tune: shared.TuneOption = shared.Tune.auto,
     threads: shared.ThreadsOption = None,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
     offline: shared.OfflineOption = False,
@@ -76,6 +77,7 @@ def save(
             trust_remote_code=trust_remote_code,
             offline=offline,
             attention=attention.value,
+            tune=tune.value,
         )
         run = prepare(load, options, threads, quiet)
     for _ in run.pieces():
@@ -115,6 +117,7 @@ def verify(
     dtype: shared.DtypeOption = shared.Dtype.auto,
     device: shared.DeviceOption = "auto",
     attention: shared.AttentionOption = shared.AttentionMode.auto,
+    tune: shared.TuneOption = shared.Tune.auto,
     threads: shared.ThreadsOption = None,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
     offline: shared.OfflineOption = False,
@@ -148,6 +151,7 @@ def verify(
         trust_remote_code=trust_remote_code,
         offline=offline,
         attention=attention.value,
+        tune=tune.value,
     )
     with loading(quiet) as progress:
         found = check_file(file, load_model(load, progress), policy)

@@ -72,7 +72,7 @@ class BatchRun:
         check_ids(requests)
         self._loaded, self._options = loaded, options or BatchOptions()
         self._clock = clock or DeviceClock(loaded.device)
-        self._forward = Forward(loaded.model, loaded.attention)
+        self._forward = Forward(loaded.model, loaded.attention, loaded.products)
         self._specs = specs_for(loaded.model)
         self._policy = policy_for(loaded.model, self._options.cache)
         if self._options.prefill_chunk not in (None, 1) and not continues_prefill(
@@ -235,7 +235,7 @@ class BatchRun:
         dtype = str(loaded.dtype).removeprefix("torch.")
         return BatchSummary(
             model=model_facts(loaded, WeightReads(loaded.model).total, self._new_cache()),
-            environment=environment(self._forward.attention, loaded.device, dtype, None),
+            environment=environment(self._forward, loaded.device, dtype, None),
             batch_size=size,
             shared=shared,
             already_finished=already_finished,
