@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Sequence
 from fcntl import ioctl
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,9 +67,15 @@ NEW = str(len(EVIL.encode()))
 
 
 def on_terminal(
-    line: list[str], env: dict[str, str], *, columns: int = 80, typed: bytes = b"", after: str = ""
+    line: list[str],
+    env: dict[str, str],
+    *,
+    columns: int = 80,
+    script: Sequence[tuple[str, bytes]] = (),
 ) -> Terminal:
-    """Run on a terminal of its own; ``typed`` is typed once ``after`` stands on the screen."""
+    """Run on a terminal of its own; of ``script``, each second part is typed once the first stands
+    on the screen, after what had been seen before.
+    """
     ours, theirs = pty.openpty()
     ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
@@ -81,6 +88,7 @@ def on_terminal(
     ) as process:
         os.close(theirs)
         drawn, end = b"", time.monotonic() + 120
+        steps, seen = list(script), 0
         while time.monotonic() < end:
             if not select.select([ours], [], [], 0.1)[0]:
                 continue
@@ -91,9 +99,11 @@ def on_terminal(
             if not part:
                 break
             drawn += part
-            if typed and after in drawn.decode("utf-8", "replace"):
+            while steps and (at := drawn.find(steps[0][0].encode(), seen)) >= 0:
+                after, typed = steps.pop(0)
+                seen = at + len(after.encode())
+                time.sleep(0.3)  # a signal just before line editing waits for a key is lost on it
                 os.write(ours, typed)
-                typed = b""
         else:
             process.kill()
         returncode = process.wait()
@@ -192,7 +202,7 @@ def test_a_dumb_terminal_gets_no_escape_sequence(tiny_folder: Path, evil: Path) 
 def test_ctrl_c_on_the_keyboard_keeps_the_text_and_exits_130(tiny_folder: Path, evil: Path) -> None:
     env = environment(evil, SLOW_STEPS="0.05", TERM="dumb")
     line = command(tiny_folder, "-n", "120")
-    done = on_terminal(line, env, typed=b"\x03", after="red")
+    done = on_terminal(line, env, script=[("red", b"\x03")])
     assert done.returncode == 130
     assert r"a\x1b[31mred" in done.screen
     assert "interrupted: nothing was recomputed" in done.screen
