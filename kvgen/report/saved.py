@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import types
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import Field, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -73,8 +73,8 @@ def _built(kind: Any, value: Any, where: str = "") -> Any:
         if not isinstance(value, dict):
             raise TypeError(f"{where.rstrip('.') or 'the document'} must be an object")
         given = [field for field in fields(kind) if field.name in value]
-        # What may be null may be absent: documents of earlier releases lack what came later.
-        absent = [f.name for f in fields(kind) if f not in given and f.default is not None]
+        # What may be null or empty may be absent: earlier releases lack what came later.
+        absent = [f.name for f in fields(kind) if f not in given and not _may_be_absent(f)]
         if absent:
             raise ValueError(f"{where}{absent[0]} is missing")
         parts = {f.name: _built(hints[f.name], value[f.name], f"{where}{f.name}.") for f in given}
@@ -86,6 +86,12 @@ def _built(kind: Any, value: Any, where: str = "") -> Any:
         if not isinstance(value, list):
             raise TypeError(f"{where.rstrip('.')} must be an array")
         return [_built(get_args(kind)[0], item, where) for item in value]
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise TypeError(f"{where.rstrip('.')} must be an object")
+        return {
+            key: _built(get_args(kind)[1], item, f"{where}{key}.") for key, item in value.items()
+        }
     if origin is Literal:
         if value not in get_args(kind):
             raise ValueError(f"{where.rstrip('.')} cannot be {value!r}")
@@ -96,3 +102,7 @@ def _built(kind: Any, value: Any, where: str = "") -> Any:
     if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
         raise TypeError(f"{where.rstrip('.')} cannot be {value!r}")
     return value
+
+
+def _may_be_absent(field: Field[Any]) -> bool:
+    return field.default is None or field.default_factory is dict
