@@ -82,7 +82,8 @@ def test_shards_merged_equal_one_run(
         monkeypatch.setenv(name, str(value))
     assert cli(*line, "-o", tmp_path / "ranks").returncode == 0
     assert results(tmp_path / "ranks.2-of-4") == results(tmp_path / "s2")
-    assert "ranks cannot share stdout" in cli(*line).stderr
+    assert "ranks cannot share stdin and stdout" in cli(*line).stderr
+    assert cli("batch", "-", "-o", tmp_path / "x").returncode == 2
     assert "leave out --shard" in cli(*line, "-o", tmp_path / "y", "--shard", "1/4").stderr
 
 

@@ -152,7 +152,8 @@ def batch(
     budget = None if prefix_budget is None else values.size("--prefix-budget", prefix_budget)
     if budget is not None and no_share_prefix:
         raise UsageError("--prefix-budget is for shared prefixes; leave out --no-share-prefix")
-    chosen, output, device = sharding.choose_shard(shard, output, device)
+    chosen, output, device = sharding.choose_shard(shard, file, output, device)
+    quiet = quiet or sharding.is_other_rank()
     requests, rejected = _read(file)
     if chosen is not None:
         requests = shard_of(requests, *chosen)

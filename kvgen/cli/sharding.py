@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def choose_shard(
-    text: str | None, output: Path | None, device: str
+    text: str | None, file: str, output: Path | None, device: str
 ) -> tuple[tuple[int, int] | None, Path | None, str]:
     """The shard to run, if it is not all; where its results go; and on which device.
 
@@ -28,14 +28,20 @@ def choose_shard(
         return None if text is None else values.shard(text), output, device
     if text is not None:
         raise UsageError("torchrun shards by rank already; leave out --shard, or start one process")
-    if output is None:
-        raise UsageError("ranks cannot share stdout; name a file with --output")
+    if output is None or file == "-":
+        raise UsageError("ranks cannot share stdin and stdout; name a file, and one with --output")
     if device in ("auto", "cuda"):
         import torch
 
         device = f"cuda:{launch.local_rank}" if torch.cuda.is_available() else device
     part = f"{launch.rank + 1}-of-{launch.size}"
     return (launch.rank + 1, launch.size), output.with_name(f"{output.name}.{part}"), device
+
+
+def is_other_rank() -> bool:
+    """Whether this is a rank of ``torchrun`` beside the one whose progress is shown."""
+    launch = ranks.launched()
+    return launch is not None and launch.rank > 0
 
 
 def merge(requests: list[Request], parts: list[str], output: Path | None) -> int:
