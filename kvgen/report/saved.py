@@ -63,7 +63,7 @@ def _check_whole(record: Comparison) -> None:
 
 
 def _built(kind: Any, value: Any, where: str = "") -> Any:
-    """``value`` as ``kind``: a dataclass, a list, a choice, a union with None, or a plain type.
+    """``value`` as ``kind``: a dataclass, a list, a mapping, a choice, a union with None, a plain type.
 
     Fields that the record does not know are passed over: later releases may add some.
     """
@@ -86,6 +86,11 @@ def _built(kind: Any, value: Any, where: str = "") -> Any:
         if not isinstance(value, list):
             raise TypeError(f"{where.rstrip('.')} must be an array")
         return [_built(get_args(kind)[0], item, where) for item in value]
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise TypeError(f"{where.rstrip('.')} must be an object")
+        inner = get_args(kind)[1]
+        return {key: _built(inner, item, f"{where}{key}.") for key, item in value.items()}
     if origin is Literal:
         if value not in get_args(kind):
             raise ValueError(f"{where.rstrip('.')} cannot be {value!r}")
