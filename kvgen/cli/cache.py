@@ -11,7 +11,7 @@ from kvgen.cli import options as shared
 from kvgen.cli.generate import policy_text, prepare
 from kvgen.cli.interrupts import preparing
 from kvgen.cli.options import option, use_threads
-from kvgen.errors import DisagreementError, KvgenError, UsageError
+from kvgen.errors import DisagreementError, KvgenError
 from kvgen.report.units import visible
 
 cache_app = typer.Typer(
@@ -130,11 +130,11 @@ def verify(
 
     Exit code 5 if they disagree.
     """
+    from kvgen.cache.disk import open_cache_file
     from kvgen.cli.streams import Output
 
     policy = policy_text(cache, None, False)
-    if not file.exists():
-        raise UsageError(f"{file} is not there")
+    open_cache_file(file)  # what is none is refused before the model is loaded
     output = Output(None)
     # The heavy imports start here, once the command line is known to be right.
     from kvgen.cli.progress import loading

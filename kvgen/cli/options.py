@@ -352,6 +352,7 @@ def check_prompt_cache(path: Path | None, read_only: bool) -> None:
 
     Raises ``UsageError``.
     """
+    from kvgen.cache.disk import open_cache_file
     from kvgen.cli.streams import check_target
     from kvgen.storage import is_device
 
@@ -365,6 +366,8 @@ def check_prompt_cache(path: Path | None, read_only: bool) -> None:
         raise UsageError(f"{path} is not there; without --prompt-cache-ro it is made")
     if not read_only:
         check_target(path)
+    if path.exists():
+        open_cache_file(path)  # what is none is refused before the model is loaded
 
 
 def use_threads(threads: int | None) -> None:

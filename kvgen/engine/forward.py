@@ -141,7 +141,7 @@ class Forward:
         """
         place = first_not_finite(self._model, lambda: self.uncached(ids))
         at = f"after {len(ids):,} tokens" if step is None else f"at step {step}"
-        return NotFiniteError(told(f"{at}, {place}"))
+        return NotFiniteError(told(at, place))
 
     def _run_cached(self, ids: list[int], cache: TransformersCache, **more: Any) -> Tensor:
         inputs = self._inputs(len(ids), cache, cache.kv.position)

@@ -45,7 +45,9 @@ from kvgen.measure.checks import (
     told,
     unchanged_after_refusal,
 )
+from kvgen.measure.facts import is_spread
 from kvgen.measure.verdict import largest_logit, tolerance
+from kvgen.models.ranks import current
 
 _BATCH_STEPS = 6
 _PADDING = 3
@@ -180,6 +182,8 @@ class Verifier:
 
     def save_and_load(self) -> Outcome:
         """A cache read back from a file goes on as the one that was written."""
+        if current() is not None or is_spread(self._model):
+            return not_applicable(SAVE_AND_LOAD, "a cache file is for a model on one device")
         cache, again = self._new_cache(), self._new_cache()
         self._run(cache, [self._prompt])
         own = fingerprint(self._model, None, self._specs, cache.kv.policy, "any")
