@@ -63,7 +63,7 @@ def _check_whole(record: Comparison) -> None:
 
 
 def _built(kind: Any, value: Any, where: str = "") -> Any:
-    """``value`` as ``kind``: a dataclass, a list, a mapping, a choice, a union with None, a plain type.
+    """``value`` as ``kind``: a dataclass, list, mapping, choice, union with None, or a plain type.
 
     Fields that the record does not know are passed over: later releases may add some.
     """
