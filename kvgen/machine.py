@@ -97,7 +97,7 @@ def _share(quota: str, period: str = "100000") -> float | None:
         share = int(quota) / int(period)
     except (ValueError, ZeroDivisionError):  # "max"
         return None
-    return share if share > 0 else None
+    return share if int(quota) > 0 < share else None  # version 1 writes -1 for no limit
 
 
 def _text(path: Path) -> str | None:
