@@ -14,8 +14,9 @@ import time
 from collections.abc import Sequence
 from fcntl import ioctl
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pyte
 import pytest
 from tiny import byte_alphabet
 
@@ -119,6 +120,53 @@ def test_escape_sequences_of_a_model_are_spelled_out_on_a_terminal(
     assert done.screen == (
         r"a\x1b[31mred\x1b]52;c;ZXZpbA==\x07\rb\x9b2J[bold]c[/bold]" + "\r\n\tend\r\n"
     )
+
+
+class Watched(pyte.Screen):
+    """A terminal's screen that notes what acts on more than its letters."""
+
+    def __init__(self, columns: int = 80, lines: int = 24) -> None:
+        self.acts: list[str] = []
+        super().__init__(columns, lines)
+        self.acts.clear()  # it sets itself up
+
+    def set_title(self, param: str) -> None:
+        self.acts.append(f"title {param}")
+
+    def set_icon_name(self, param: str) -> None:
+        self.acts.append(f"icon {param}")
+
+    def erase_in_display(self, how: int = 0, *args: Any, **kwargs: Any) -> None:
+        self.acts.append(f"erase {how}")
+
+    def cursor_position(self, line: int | None = None, column: int | None = None) -> None:
+        self.acts.append("cursor")
+
+    def bell(self, *args: Any) -> None:
+        self.acts.append("bell")
+
+    def select_graphic_rendition(self, *attributes: int, **kwargs: Any) -> None:
+        self.acts.append(f"colour {attributes}")
+
+
+def emulated(drawn: str) -> Watched:
+    """What a terminal makes of it. Of OSC 52 pyte knows nothing, so it is looked for by itself."""
+    screen = Watched()
+    pyte.Stream(screen).feed(drawn)
+    return screen
+
+
+def test_on_an_emulated_terminal_a_models_text_acts_on_nothing(
+    tiny_folder: Path, evil: Path
+) -> None:
+    done = on_terminal(command(tiny_folder, "-n", NEW, "--quiet"), environment(evil))
+    screen = emulated(done.screen)
+    assert screen.acts == []
+    assert "\x1b]52" not in done.screen
+    assert screen.display[0].startswith(r"a\x1b[31mred\x1b]52;c;ZXZpbA==\x07\rb\x9b2J[bold]c")
+    assert screen.display[1].strip() == "end"
+    # The same text acts where nothing keeps it from acting.
+    assert {act.split()[0] for act in emulated(EVIL).acts} >= {"colour", "erase"}
 
 
 def test_a_pipe_gets_the_text_as_it_is(tiny_folder: Path, evil: Path) -> None:

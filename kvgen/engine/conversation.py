@@ -106,7 +106,7 @@ class Conversation:
         """
         self.loaded, self.options = loaded, options
         self.system = options.system
-        self.forward = Forward(loaded.model, loaded.attention)
+        self.forward = Forward(loaded.model, loaded.attention, loaded.products)
         self._specs = specs_for(loaded.model)
         self._policy = policy_for(loaded.model, options.cache)
         self._chunk = options.prefill_chunk

@@ -86,7 +86,7 @@ class GenerationRun:
         room = check_fits(len(ids), options.max_new_tokens, loaded.context_limit)
         wanted = options.max_new_tokens or min(DEFAULT_NEW_TOKENS, room or DEFAULT_NEW_TOKENS)
 
-        self._forward = Forward(loaded.model, loaded.attention)
+        self._forward = Forward(loaded.model, loaded.attention, loaded.products)
         self._weights = WeightReads(loaded.model)
         policy = policy_for(loaded.model, options.cache) if options.cached else None
         specs = specs_for(loaded.model) if options.cached else []
@@ -127,7 +127,7 @@ class GenerationRun:
             warm_up(loaded, self._forward, ids, policy.make(specs) if policy else None)
         self.record = Generation(
             model=model_facts(loaded, self._weights.total, self._cache),
-            environment=environment(self._forward.attention, loaded.device, self._dtype, bandwidth),
+            environment=environment(self._forward, loaded.device, self._dtype, bandwidth),
             cached=options.cached,
             cache=options.cache if options.cached else None,
             prompt=options.prompt,

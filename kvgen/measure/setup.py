@@ -14,11 +14,12 @@ from kvgen.cache.manager import KVCache
 from kvgen.cache.policies import find_policy
 from kvgen.engine.prompt import check_fits, encode
 from kvgen.errors import InputError, UsageError
+from kvgen.machine import load_average
 from kvgen.measure.clock import Clock, clock_for
 from kvgen.measure.compare import ComparisonRun, Track
 from kvgen.measure.comparison_records import Comparison, PromptSource
 from kvgen.measure.contestants import Cached, Contestant, Uncached
-from kvgen.measure.environment import busy, environment, load_average
+from kvgen.measure.environment import busy, environment
 from kvgen.measure.facts import model_facts
 from kvgen.measure.rivals import LibraryCache, LibraryGenerate, LibraryStaticCache
 from kvgen.measure.roofline import measured_bandwidth
@@ -107,9 +108,7 @@ def prepare(
     cache = KVCache(specs_for(loaded.model))
     record = Comparison(
         model=model_facts(loaded, reference.weights.total, cache),
-        environment=environment(
-            reference.forward.attention, loaded.device, reference.facts.dtype, bandwidth
-        ),
+        environment=environment(reference.forward, loaded.device, reference.facts.dtype, bandwidth),
         random_weights=loaded.source.kind == "random weights",
         prompt=options.prompt or "",
         prompt_source=source,
