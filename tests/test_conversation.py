@@ -136,7 +136,8 @@ def test_a_question_asked_again_word_for_word_forwards_one_token() -> None:
     assert again.new_ids == fresh(talk, again)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mamba2"])
+# Earlier releases of transformers forward a recurrent model's prompt in one piece.
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("mamba2", marks=pytest.mark.newest)])
 def test_a_prompt_that_was_stopped_midway_changes_nothing(model_type: str) -> None:
     talk, other = talk_of(model_type, prefill_chunk=3), talk_of(model_type)
     for one in (talk, other):

@@ -64,6 +64,7 @@ def chat(
     repetition_penalty: shared.RepetitionPenaltyOption = 1.0,
     seed: shared.SeedOption = None,
     stop: shared.StopOption = None,
+    parse_special: shared.ParseSpecialOption = False,
     context_overflow: Annotated[
         Overflow,
         option(
@@ -110,6 +111,7 @@ def chat(
             cache=cache or DEFAULT,
             prefill_chunk=prefill_chunk,
             overflow=context_overflow.value,
+            parse_special=parse_special,
             force=force,
         )
         load = LoadOptions(

@@ -46,6 +46,8 @@ class ChatOptions:
     prefill_chunk: int | None = None
     overflow: Literal["stop", "drop-oldest"] = "stop"
     """What happens when the context is full."""
+    parse_special: bool = False
+    """Whether special tokens that a message spells out are meant; else they are text."""
     force: bool = False
     """Go on where memory is predicted not to suffice."""
 
@@ -232,7 +234,8 @@ class Conversation:
                 {"role": "user", "content": turn.question},
                 {"role": "assistant", "content": turn.answer},
             ]
-        return splice(self.loaded.tokenizer, ids, encode_chat(self.loaded.tokenizer, messages))
+        tokenizer = self.loaded.tokenizer
+        return splice(tokenizer, ids, encode_chat(tokenizer, messages, self.options.parse_special))
 
     def _ids_of(self, turns: Sequence[Turn]) -> list[int]:
         """The ids of ``turns``, from their beginning."""

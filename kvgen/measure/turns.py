@@ -150,13 +150,13 @@ class MeasuredConversation:
         # The fastest prefill of this run: long prompts take less time per token.
         took = record.prefill_s / reuse.computed
         self._s_per_token = min(took, self._s_per_token or took)
-        reuse.saved_s = self._s_per_token * reuse.reused
+        reuse.saved_s = self._s_per_token * reuse.reused if reuse.reused else None
         tally.turns += 1
         tally.submitted += reuse.submitted
         tally.reused += reuse.reused
         tally.computed += reuse.computed
         tally.new_tokens += record.new_tokens
-        tally.saved_s += reuse.saved_s
+        tally.saved_s += reuse.saved_s or 0.0
 
     def _check_memory(self, plan: Plan) -> None:
         """What the turn adds to the cache, against what is free. Raises ``InputError``."""
