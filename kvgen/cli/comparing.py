@@ -130,6 +130,7 @@ class Comparing:
                 loaded,
                 self.options,
                 lambda dtype: load_model(replace(self.load, dtype=dtype), progress),
+                progress=progress,
             )
         if self.gates.baseline is not None:
             run.record.warnings += check_baseline(run.record, self.gates.baseline)

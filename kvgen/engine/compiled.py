@@ -9,29 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvgen.cache.adapter import TransformersCache
 from kvgen.cache.manager import KVCache
-from kvgen.cache.policy import Policy
 from kvgen.cache.slots import TokenSlots
 from kvgen.cache.spec import LayerSpec
-from kvgen.cache.stepwise import Blocks, Step
-from kvgen.engine.compiling import (
-    Part,
-    attending,
-    compile_part,
-    load_part,
-    parts_of,
-    standing_in,
-)
+from kvgen.cache.stepwise import Blocks
+from kvgen.engine.calls import attending, standing_in
+from kvgen.engine.compiling import Part, compile_part, load_part, parts_of
 from kvgen.engine.forward import Forward
 from kvgen.engine.traced import BLOCK, CannotCompileError
-from kvgen.errors import UsageError
 from kvgen.models.types import ProgressCallback, no_progress
 
 # Of the largest logit: twice the most that another order of summing has moved one.
@@ -39,26 +30,18 @@ _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 7e-2}
 _FLOAT32_TOLERANCE = 1e-4
 
 
-@dataclass
-class Compilation:
-    """What it took to have a compiled step."""
+class Compilation(NamedTuple):
+    """What it took to have a compiled step: how many programs it is made of (layers that are alike
+    share one), and how many of them were compiled now rather than found on disk.
+    """
 
-    seconds: float
+    compile_s: float
     programs: int
-    """Different ones; layers that are alike share one."""
     compiled: int
-    """How many of them were compiled now, not found on disk."""
-
-
-def in_blocks(policy: Policy) -> Policy:
-    """The same storage, in buffers that a compiled step can read. Raises ``UsageError``."""
-    if type(policy) is not Step:
-        raise UsageError("--compile needs a cache that grows in steps; leave out --cache")
-    return Blocks(policy.step, BLOCK)
 
 
 class CompiledForward(Forward):
-    """A ``Forward`` whose single tokens after a cache made by ``in_blocks`` are compiled."""
+    """A ``Forward`` whose single tokens are compiled, after a cache in ``BLOCK``s."""
 
     def __init__(
         self,
@@ -72,6 +55,7 @@ class CompiledForward(Forward):
         ``UsageError`` where there is no compiler.
         """
         super().__init__(model)
+        self.attention = "kvgen, compiled"
         begin = time.perf_counter()
         self._specs = tuple(specs)
         cache = self._new_cache()
@@ -133,7 +117,7 @@ class CompiledForward(Forward):
         return self._numbers[: blocks * BLOCK].view(blocks, BLOCK), span
 
     def _new_cache(self) -> TransformersCache:
-        return TransformersCache(in_blocks(Step()).make(self._specs))
+        return TransformersCache(Blocks(block=BLOCK).make(self._specs))
 
     def _two_steps(self, cache: TransformersCache) -> None:
         for token in (0, 1):
@@ -158,4 +142,4 @@ def _at(path: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     found: Any = (args, kwargs)
     for key in path:
         found = found[key]
-    return found  # type: ignore[no-any-return]
+    return found

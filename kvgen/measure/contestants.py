@@ -19,13 +19,18 @@ from torch import Tensor
 from kvgen.cache.adapter import TransformersCache, policy_for, specs_for
 from kvgen.cache.manager import KVCache
 from kvgen.cache.policies import DEFAULT
+from kvgen.cache.stepwise import in_blocks
 from kvgen.engine.decoder import Decoder, Token
 from kvgen.engine.forward import Forward
 from kvgen.engine.sampling import Sampler, SamplingOptions
+from kvgen.engine.traced import BLOCK, CannotCompileError
+from kvgen.errors import ModelError
 from kvgen.measure.clock import Clock
 from kvgen.measure.comparison_records import ContestantFacts, Kind
+from kvgen.measure.compilation import compiled_forward
 from kvgen.measure.roofline import WeightReads
 from kvgen.models import LoadedModel
+from kvgen.models.types import ProgressCallback
 
 # A prefix is filled in pieces, so that no attention matrix of a whole long prefix is ever held.
 _FILL_CHUNK = 1024
@@ -194,3 +199,21 @@ class Cached(StepContestant):
     def bytes_allocated(self) -> int:
         """The cache's own count."""
         return self._cache.bytes_allocated
+
+
+class Compiled(Cached):
+    """kvgen's cache, read and written by a compiled step."""
+
+    def __init__(self, loaded: LoadedModel, name: str, progress: ProgressCallback) -> None:
+        """Raises ``ModelError`` for a model whose step cannot be compiled."""
+        super().__init__(loaded, name)
+        self._policy = in_blocks(self._policy, BLOCK)
+        self._filled = self._cache = self._policy.make(self._specs)
+        try:
+            self.forward, self.facts.compilation = compiled_forward(loaded, self._specs, progress)
+        except CannotCompileError as reason:
+            raise ModelError(
+                f"{loaded.config.model_type} {reason}, so its step cannot be compiled; leave out "
+                "--compile"
+            ) from reason
+        self.facts.description = "kvgen's cache, the step compiled"

@@ -17,7 +17,7 @@ from kvgen.errors import InputError, UsageError
 from kvgen.measure.clock import Clock, clock_for
 from kvgen.measure.compare import ComparisonRun, Track
 from kvgen.measure.comparison_records import Comparison, PromptSource
-from kvgen.measure.contestants import Cached, Contestant, Uncached
+from kvgen.measure.contestants import Cached, Compiled, Contestant, Uncached
 from kvgen.measure.environment import busy, environment, load_average
 from kvgen.measure.facts import model_facts
 from kvgen.measure.rivals import LibraryCache, LibraryGenerate, LibraryStaticCache
@@ -25,6 +25,7 @@ from kvgen.measure.roofline import measured_bandwidth
 from kvgen.measure.run import RANDOM_WEIGHTS
 from kvgen.measure.tokens import check_vocabulary, read_tokens, tracks_for
 from kvgen.models import LoadedModel
+from kvgen.models.types import ProgressCallback, no_progress
 from kvgen.storage import cache_root
 
 REFERENCE = "kvgen"
@@ -37,8 +38,8 @@ RIVALS: dict[str, Callable[[LoadedModel], Contestant]] = {
 
 
 class Choice(NamedTuple):
-    """A contestant as an option names it: the option (``no_cache``, ``against``, ``cache`` or
-    ``dtype``) and its value.
+    """A contestant as an option names it: the option (``no_cache``, ``against``, ``cache``,
+    ``dtype`` or ``compiled``) and its value.
     """
 
     option: str
@@ -81,6 +82,7 @@ def prepare(
     options: CompareOptions,
     load_in: Callable[[str], LoadedModel],
     clock: Clock | None = None,
+    progress: ProgressCallback = no_progress,
 ) -> ComparisonRun:
     """Everything before the first measurement; ``load_in`` loads the model in another dtype.
 
@@ -108,7 +110,7 @@ def prepare(
     check_vocabulary(tracks, int(loaded.config.vocab_size))
 
     reference = Cached(loaded, REFERENCE)
-    contestants = [reference, *(_contestant(c, loaded, load_in) for c in options.choices)]
+    contestants = [reference, *(_contestant(c, loaded, load_in, progress) for c in options.choices)]
     bandwidth = measured_bandwidth(loaded.device, torch.get_num_threads(), cache_root())
     cache = KVCache(specs_for(loaded.model))
     record = Comparison(
@@ -146,12 +148,17 @@ def _tracks(loaded: LoadedModel, options: CompareOptions) -> tuple[list[Track], 
 
 
 def _contestant(
-    choice: Choice, loaded: LoadedModel, load_in: Callable[[str], LoadedModel]
+    choice: Choice,
+    loaded: LoadedModel,
+    load_in: Callable[[str], LoadedModel],
+    progress: ProgressCallback,
 ) -> Contestant:
     if choice.option == "no_cache":
         return Uncached(loaded)
     if choice.option == "against":
         return RIVALS[choice.value](loaded)
+    if choice.option == "compiled":
+        return Compiled(loaded, f"{REFERENCE} compiled", progress)
     if choice.option == "cache":
         return Cached(loaded, f"{REFERENCE} {choice.value}", choice.value)
     return Cached(load_in(choice.value), f"{REFERENCE} {choice.value}")
