@@ -109,13 +109,20 @@ def compile_part(part: Part, model: Any, cache: KVCache) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def load_part(part: Part, device: torch.device) -> Callable[[list[Tensor]], list[Tensor]]:
-    """The compiled program: inputs in a row in, outputs out. Raises ``RuntimeError``."""
+def load_part(part: Part, device: torch.device) -> Callable[[list[Tensor]], list[Tensor]] | None:
+    """The compiled program: inputs in a row in, outputs out. ``None`` if there is no whole one."""
     from torch._C._aoti import AOTIModelPackageLoader
 
+    if not part.file.is_file():
+        return None
+
     index = device.index if device.type == "cuda" and device.index is not None else -1
-    loader = AOTIModelPackageLoader(str(part.file), "model", True, 1, index)
-    return loader.run
+    try:
+        loader = AOTIModelPackageLoader(str(part.file), "model", True, 1, index)
+    except RuntimeError:  # damaged
+        return None
+    run: Callable[[list[Tensor]], list[Tensor]] = loader.run
+    return run
 
 
 class _Program(torch.nn.Module):  # type: ignore[misc]  # torch is read without its types

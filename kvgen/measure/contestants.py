@@ -118,10 +118,14 @@ class StepContestant(Contestant):
         """Each step between two readings of the clock."""
         for _ in range(count):
             pending = self.pending
+            self.ready()
             begin = clock.now()
             token = self.decoder.step()
             latency = clock.now() - begin
             yield TimedStep(latency, token.logits, token.id, pending)
+
+    def ready(self) -> None:
+        """What comes before a step and is no part of it."""
 
     @property
     @abstractmethod
@@ -154,6 +158,8 @@ class Uncached(StepContestant):
 class Cached(StepContestant):
     """kvgen's cache under one of its storage policies."""
 
+    decoder: Decoder
+
     def __init__(self, loaded: LoadedModel, name: str, policy: str = DEFAULT) -> None:
         """Raises ``UsageError`` for an unknown policy."""
         self._policy = policy_for(loaded.model, policy)
@@ -179,6 +185,10 @@ class Cached(StepContestant):
         """A fork of the filled cache."""
         self._cache = self._filled.fork()
         self.decoder = Decoder(self.forward, ids, ForcedSampler(forced), self._cache)
+
+    def ready(self) -> None:
+        """As the decoder's."""
+        self.decoder.ready()
 
     @property
     def cache(self) -> KVCache:

@@ -207,6 +207,7 @@ class GenerationRun:
         """One token: its record, the text it frees, and whether it is the last."""
         record, cache = self.record, self._cache
         held_before = cache.position if cache is not None else 0
+        self._decoder.ready()
         begin = self._clock.now()
         token = self._decoder.step()
         latency = self._clock.now() - begin
