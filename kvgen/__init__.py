@@ -29,8 +29,12 @@ if TYPE_CHECKING:
     from kvgen.engine.forward import Forward
     from kvgen.engine.sampling import Sampler, SamplingOptions
     from kvgen.errors import KvgenError
+    from kvgen.measure.batch import BatchRun
+    from kvgen.measure.batch_prompts import BatchOptions
+    from kvgen.measure.batch_records import RowResult
     from kvgen.measure.checks import Outcome
     from kvgen.measure.records import Generation
+    from kvgen.measure.requests import Request
     from kvgen.measure.run import GenerationOptions, GenerationRun
     from kvgen.measure.verify import Verifier
     from kvgen.models import LoadedModel, LoadOptions, load_model
@@ -44,7 +48,11 @@ _HOMES = {
     "kvgen.engine.forward": ("Forward",),
     "kvgen.engine.sampling": ("Sampler", "SamplingOptions"),
     "kvgen.errors": ("KvgenError",),
+    "kvgen.measure.batch": ("BatchRun",),
+    "kvgen.measure.batch_prompts": ("BatchOptions",),
+    "kvgen.measure.batch_records": ("RowResult",),
     "kvgen.measure.records": ("Generation",),
+    "kvgen.measure.requests": ("Request",),
     "kvgen.measure.run": ("GenerationOptions", "GenerationRun"),
     "kvgen.measure.checks": ("Outcome",),
     "kvgen.measure.verify": ("Verifier",),
@@ -53,6 +61,8 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "BatchOptions",
+    "BatchRun",
     "Decoder",
     "Forward",
     "Generation",
@@ -64,6 +74,8 @@ __all__ = [
     "LoadOptions",
     "LoadedModel",
     "Outcome",
+    "Request",
+    "RowResult",
     "Sampler",
     "SamplingOptions",
     "TransformersCache",

@@ -4,13 +4,14 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; a Ctrl-C while it is still being imported ends it quietly."""
+    """Run the command line; a Ctrl-C before it begins or after its end is quiet as well."""
     try:
         from kvgen.cli.main import main as run
 
         run()
     except KeyboardInterrupt:
-        sys.exit(130)
+        interrupts = sys.modules.get("kvgen.cli.interrupts")
+        sys.exit(130 if interrupts is None else interrupts.exit_code(130))
 
 
 if __name__ == "__main__":

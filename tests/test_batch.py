@@ -47,6 +47,7 @@ NEWEST_KINDS = [
     "zaya",  # hybrid layers, some with a window
     "glm_moe_dsa",  # indexed
     "gemma3n_text",  # shared
+    "dots3_note_text",  # other sizes in layers with a window
 ]
 
 
@@ -148,6 +149,18 @@ def test_a_thousand_prompts_compute_their_common_instruction_once() -> None:
     assert batch.summary.computed_tokens == minimum == forwarded
     assert sum(r.receipt.computed for r in results) == minimum
     assert len(batch._stored) == 0  # whoever was last let go of it
+
+
+@pytest.mark.parametrize("longest", [20, 40])
+def test_rows_past_a_change_of_rotary_base_run_alone_and_share_nothing(longest: int) -> None:
+    scaled = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    loaded = loaded_tiny("llama", max_position_embeddings=32, rope_parameters=scaled)
+    loaded = replace(loaded, rotary_change=32)
+    wanted = [Request(i, TEXT[:n], max_new_tokens=4) for i, n in enumerate((longest, 17, 17))]
+    batch, results = run(loaded, wanted)
+    assert [r.new_ids for r in results] == [alone(loaded, r) for r in wanted]
+    assert len(batch.summary.notes) == (0 if longest == 20 else 2)
+    assert (batch.summary.reused_tokens > 0) == (longest == 20)
 
 
 def test_without_sharing_every_prompt_is_forwarded_whole() -> None:
@@ -303,7 +316,7 @@ moves = st.one_of(st.just("step"), st.integers(1, 60), st.floats(0, 0.99))
 @settings(max_examples=60, deadline=None)
 @given(st.lists(moves, max_size=60))
 def test_rows_that_come_and_go_keep_what_is_theirs(moves: list[Any]) -> None:
-    batch = RowBatch(Ids())  # type: ignore[arg-type]
+    batch = RowBatch(Ids(), 3)  # type: ignore[arg-type]
     for move in [*moves, "step"]:
         if isinstance(move, int):
             ids = [1 + i % 5 for i in range(move)]
@@ -323,7 +336,7 @@ def test_rows_that_come_and_go_keep_what_is_theirs(moves: list[Any]) -> None:
 
 
 def test_a_step_writes_one_slot_and_a_row_that_joins_copies_only_itself() -> None:
-    batch = RowBatch(Ids())  # type: ignore[arg-type]
+    batch = RowBatch(Ids(), 3)  # type: ignore[arg-type]
     rows = [Row([1, 2, 3], Sampler(SamplingOptions())) for _ in range(3)]
     for row in rows:
         batch.join(row, holding(row.ids[:-1]))

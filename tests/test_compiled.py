@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -228,7 +228,10 @@ def test_the_real_model_is_compiled_exactly(smollm: LoadedModel) -> None:
 class Repeated(StepGraphs):
     """Runs again what a graph would replay, so that its inputs can be tested without CUDA."""
 
-    steps: ClassVar[dict[Any, Any]] = {}
+    def __init__(self, forward: CompiledForward, layers: int) -> None:
+        super().__init__(layers, torch.device("cpu"))
+        self.forward = forward
+        self.steps: dict[Any, Any] = {}
 
     def capture(self, slots: Sequence[TokenSlots], step: Callable[[], torch.Tensor]) -> None:
         key = tuple(buffer.data_ptr() for each in slots for buffer in each.buffers())
@@ -238,13 +241,15 @@ class Repeated(StepGraphs):
 
     def replay(self, slots: Sequence[TokenSlots]) -> torch.Tensor:
         key = tuple(buffer.data_ptr() for each in slots for buffer in each.buffers())
-        with torch.inference_mode():
+        # A replay goes through none of the model's own code, as little as its stand-ins do.
+        stand_ins = standing_in(self.forward._modules, self.forward._stand_ins)
+        with torch.inference_mode(), attending(self.forward._model), stand_ins:
             return self.steps[key]().clone()
 
 
 def test_a_graph_is_told_all_that_changes_from_step_to_step() -> None:
     model, forward = compiled("gemma2")
-    forward._graphs = graphs = Repeated(len(specs_for(model)), torch.device("cpu"))
+    forward._graphs = graphs = Repeated(forward, len(specs_for(model)))
     cache = new_cache(model)
     forward.extend(IDS[:3], cache)
     held = cache.kv.bytes_used
@@ -252,9 +257,7 @@ def test_a_graph_is_told_all_that_changes_from_step_to_step() -> None:
     for token in IDS[3:]:
         forward.ready(cache)
         captured.append(graphs.captured)
-        # Stands for a replay, which goes through none of the model's own code.
-        with attending(model), standing_in(forward._modules, forward._stand_ins):
-            found.append(forward.cached([token], cache))
+        found.append(forward.cached([token], cache))
     assert largest_difference(torch.stack(found), full_logits(model, IDS)[3:]) < FLOAT32
     assert cache.kv.bytes_used == cache.kv.bytes_formula(4) > held
     # One for each set of buffers, and always before a step, never within one.

@@ -153,10 +153,10 @@ def test_a_missing_tensor_is_an_error_and_is_not_kept(
 @pytest.mark.parametrize("keep", [4, 100, 3000, -64])
 def test_a_truncated_file_is_one_clear_line(file: Path, cache: Path, keep: int) -> None:
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ModelError, match="cannot convert") as caught:
+    with pytest.raises(ModelError, match=r"not a whole GGUF file|is cut short") as caught:
         load_model(LoadOptions(str(file), device="cpu"))
     assert "\n" not in str(caught.value)
-    assert not [entry for entry in cache.iterdir() if entry.is_dir()]
+    assert not list(cache.glob("*-v*"))
 
 
 def test_an_unknown_architecture_is_one_clear_line(tmp_path: Path) -> None:

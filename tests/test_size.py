@@ -245,7 +245,7 @@ def test_the_hub_librarys_retries_are_not_shown(monkeypatch: pytest.MonkeyPatch)
         heard.append(logger.isEnabledFor(logging.WARNING))
         raise errors.LocalEntryNotFoundError("no network")
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     with pytest.raises(ModelError, match="someone/absent: neither a local folder"):
         read_architecture(LoadOptions(model="someone/absent"))
     assert heard == [False]

@@ -66,18 +66,18 @@ _HASHED = {
 
 
 def fingerprint(
-    model: Any, tokenizer: Any, specs: Sequence[LayerSpec], policy: Policy
+    model: Any, tokenizer: Any, specs: Sequence[LayerSpec], policy: Policy, attention: str
 ) -> Fingerprint:
     """The fingerprint of a loaded model whose caches have these ``specs`` under ``policy``.
 
-    Reads every weight once.
+    ``attention`` names what it attends with. Reads every weight once.
     """
     return Fingerprint(
         dtype=str(model.dtype).removeprefix("torch."),
         configuration=_hash(_meaning(model.config.to_dict()), [repr(spec) for spec in specs]),
         weights=_weights(model),
         tokenizer=_tokenizer(tokenizer),
-        attention=str(getattr(model.config, "_attn_implementation", "unknown")),
+        attention=attention,
         storage=policy.stored,
         chat_template=_hash(getattr(tokenizer, "chat_template", None)),
     )

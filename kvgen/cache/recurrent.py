@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, cat
+from torch import Tensor
 from torch.nn.functional import pad
 
 from kvgen.cache.state import State
@@ -120,10 +120,14 @@ class States:
     def _named(self) -> dict[str, dict[int, Tensor]]:
         return {"convolution": self._convolution, "recurrent": self._recurrent}
 
-    def stack(self, others: Sequence[States]) -> None:
-        """Hold the sequences of all ``others``, which have seen a token each."""
-        self._convolution = _joined([states._convolution for states in others])
-        self._recurrent = _joined([states._recurrent for states in others])
+    def stack(self, others: Sequence[States], rows: int) -> None:
+        """Hold ``rows`` sequences, first those of all ``others``, which have seen a token each."""
+        self._convolution = _empty(others[0]._convolution, rows)
+        self._recurrent = _empty(others[0]._recurrent, rows)
+        row = 0
+        for states in others:
+            self.put(row, states)
+            row += states.buffers()[0].shape[0]
 
     def put(self, row: int, other: States) -> None:
         """Replace the sequences from ``row`` on by those of ``other``."""
@@ -141,8 +145,8 @@ class States:
         """Nothing to do: a state holds no padding."""
 
 
-def _joined(each: Sequence[dict[int, Tensor]]) -> dict[int, Tensor]:
-    return {index: cat([states[index] for states in each]) for index in each[0]}
+def _empty(like: dict[int, Tensor], rows: int) -> dict[int, Tensor]:
+    return {index: state.new_zeros((rows, *state.shape[1:])) for index, state in like.items()}
 
 
 def _replace(kept: dict[int, Tensor], index: int, state: Tensor) -> Tensor:

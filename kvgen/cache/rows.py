@@ -33,15 +33,15 @@ def why_alone(specs: Sequence[LayerSpec], policy: Policy) -> str | None:
     return None
 
 
-def stack(caches: Sequence[KVCache]) -> KVCache:
-    """One cache with all sequences of ``caches``, in their order. Copies what they hold."""
+def stack(caches: Sequence[KVCache], rows: int) -> KVCache:
+    """One cache of ``rows`` sequences, first all those of ``caches``, which it copies."""
     whole = KVCache(caches[0].specs, policy=caches[0].policy)
     whole.position = max(cache.position for cache in caches)
     with inference_mode():
         for index, layer in enumerate(whole.layers):
-            rows = [_parts(cache.layers[index]) for cache in caches]
-            for part, *each in zip(_parts(layer), *rows, strict=True):
-                part.stack(each)
+            others = [_parts(cache.layers[index]) for cache in caches]
+            for part, *each in zip(_parts(layer), *others, strict=True):
+                part.stack(each, rows)
     return whole
 
 

@@ -134,22 +134,23 @@ class TokenSlots:
         self.length, self._start = state.numbers["length"], 0
         self._buffers = state.parallel()
 
-    def stack(self, others: Sequence[TokenSlots]) -> None:
-        """Hold the sequences of all ``others``, which end together; the shorter begin with zeros.
+    def stack(self, others: Sequence[TokenSlots], rows: int) -> None:
+        """Hold ``rows`` sequences, first those of all ``others``, which end together.
 
-        Padding is never garbage: masked attention still multiplies it by 0, and 0 * NaN is NaN.
+        What a sequence lacks is zeros. Padding is never garbage: masked attention still multiplies
+        it by 0, and 0 * NaN is NaN.
         """
         self.length = max(slots.length for slots in others)
         self._start, self._buffers = 0, ()
-        batch, capacity = 0, self._grown(self.held)
-        rows = sum(slots._buffers[0].shape[0] for slots in others)
+        capacity = self._grown(self.held)
         self._buffers = tuple(
             buffer.new_zeros((rows, buffer.shape[1], capacity, buffer.shape[3]))
             for buffer in others[0]._buffers
         )
+        row = 0
         for slots in others:
-            self.put(batch, slots)
-            batch += slots._buffers[0].shape[0]
+            self.put(row, slots)
+            row += slots._buffers[0].shape[0]
 
     def put(self, row: int, other: TokenSlots) -> None:
         """Replace the sequences from ``row`` on by those of ``other``, no longer than these.

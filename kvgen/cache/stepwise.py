@@ -14,6 +14,7 @@ from kvgen.cache.spec import LayerSpec
 from kvgen.errors import UsageError
 
 PLAIN = "plain"
+_MOST = 1 << 24  # beyond every model's positions
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,11 @@ class Step(Policy):
     step: int = 256
 
     def __post_init__(self) -> None:
-        """Raises ``UsageError`` for a step below 1."""
+        """Raises ``UsageError`` for a step below 1, and for one that no memory holds."""
         if self.step < 1:
             raise UsageError(f"a cache grows by at least 1 slot, not by {self.step}")
+        if self.step > _MOST:
+            raise UsageError(f"a cache grows by at most {_MOST:,} slots, not by {self.step:,}")
 
     @property
     def growth(self) -> int:

@@ -24,15 +24,16 @@ if TYPE_CHECKING:
     from kvgen.models import LoadOptions
 
 INTERRUPTED = 130
-_TOKENS, _CACHE, _OUTPUT = "Tokens", "Cache and batch", "Output"
+_TOKENS, _CACHE, _OUTPUT = "Tokens", "Cache and measuring", "Output"
 
 
 def batch(
-    file: Annotated[
-        str,
+    files: Annotated[
+        list[str],
         typer.Argument(
-            metavar="FILE",
-            help="JSON Lines, each with a prompt or messages, and an id; - reads stdin.",
+            metavar="FILE [PART]...",
+            help="JSON Lines, each with a prompt or messages, and an id; - reads stdin. With "
+            "--merge the files of results follow.",
         ),
     ],
     model: shared.ModelOption = None,
@@ -55,50 +56,19 @@ def batch(
             rich_help_panel=_TOKENS,
         ),
     ] = None,
-    temperature: Annotated[
-        float, option("--temperature", help="0 is greedy.", rich_help_panel=_TOKENS)
-    ] = 0.0,
-    top_k: Annotated[
-        int | None, option("--top-k", help="Only the k likeliest.", rich_help_panel=_TOKENS)
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        option("--top-p", help="The likeliest, up to probability p.", rich_help_panel=_TOKENS),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        option(
-            "--min-p",
-            help="Those at least this fraction as likely as the likeliest.",
-            rich_help_panel=_TOKENS,
-        ),
-    ] = None,
-    repetition_penalty: Annotated[
-        float,
-        option(
-            "--repetition-penalty",
-            help="Above 1: tokens that were there become less likely.",
-            rich_help_panel=_TOKENS,
-        ),
-    ] = 1.0,
-    seed: Annotated[
-        int | None,
-        option(
-            "--seed",
-            min=0,
-            help="The same seed gives the same texts; each row draws by itself.",
-            rich_help_panel=_TOKENS,
-        ),
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        option("--stop", help="End before this text; repeatable.", rich_help_panel=_TOKENS),
-    ] = None,
+    temperature: shared.TemperatureOption = 0.0,
+    top_k: shared.TopKOption = None,
+    top_p: shared.TopPOption = None,
+    min_p: shared.MinPOption = None,
+    repetition_penalty: shared.RepetitionPenaltyOption = 1.0,
+    seed: shared.SeedOption = None,
+    stop: shared.StopOption = None,
     ignore_eos: Annotated[
         bool, option("--ignore-eos", help="Go on after end-of-text.", rich_help_panel=_TOKENS)
     ] = False,
     chat: shared.ChatOption = False,
     system: shared.SystemOption = None,
+    parse_special: shared.ParseSpecialOption = False,
     batch_size: Annotated[
         int,
         option(
@@ -125,15 +95,8 @@ def batch(
             rich_help_panel=_CACHE,
         ),
     ] = None,
-    cache: Annotated[
-        str | None,
-        option(
-            "--cache",
-            help="How pairs are stored: step, exact, int8, int4 or window:N,sink:M.  "
-            "[default: step]",
-            rich_help_panel=_CACHE,
-        ),
-    ] = None,
+    cache: shared.CacheOption = None,
+    prefill_chunk: shared.PrefillChunkOption = None,
     output: Annotated[
         Path | None,
         option(
@@ -151,6 +114,18 @@ def batch(
             rich_help_panel=_OUTPUT,
         ),
     ] = False,
+    shard: Annotated[
+        str | None,
+        option("--shard", help="Only a part of the prompts: 2/4.", rich_help_panel=_OUTPUT),
+    ] = None,
+    merge: Annotated[
+        bool,
+        option(
+            "--merge",
+            help="Run nothing: put the results of all shards into one, in the prompts' order.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = False,
     quiet: shared.QuietOption = False,
     debug: shared.DebugOption = False,
     config: shared.ConfigOption = None,
@@ -161,13 +136,26 @@ def batch(
     order of the prompts; stderr carries the progress and a summary.
     """
     from kvgen.cache.policies import DEFAULT, find_policy
+    from kvgen.cli import sharding
     from kvgen.cli.results import results_to
+    from kvgen.measure.shards import shard_of
 
+    file, *parts = files
+    if parts and not merge:
+        raise UsageError(f"one file of prompts at a time, and {parts[0]} is another")
+    if merge:
+        if shard is not None or resume:
+            raise UsageError("--merge runs nothing; leave out --shard and --resume")
+        return sharding.merge(_read(file)[0], parts, output)
     find_policy(cache or DEFAULT)
     budget = None if prefix_budget is None else values.size("--prefix-budget", prefix_budget)
     if budget is not None and no_share_prefix:
         raise UsageError("--prefix-budget is for shared prefixes; leave out --no-share-prefix")
+    chosen, output, device = sharding.choose_shard(shard, output, device)
     requests, rejected = _read(file)
+    if chosen is not None:
+        requests = shard_of(requests, *chosen)
+        rejected = rejected if chosen[0] == 1 else []  # to be said once
     results = results_to(output, resume)
 
     with preparing():
@@ -183,10 +171,12 @@ def batch(
             max_new_tokens=max_new_tokens,
             chat=chat,
             system=system,
+            parse_special=parse_special,
             sampling=SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed),
             stop=tuple(stop or ()),
             ignore_eos=ignore_eos,
             cache=cache or DEFAULT,
+            prefill_chunk=prefill_chunk,
             force=force,
         )
         load = LoadOptions(

@@ -12,6 +12,7 @@ from kvgen.cli.generate import policy_text, prepare
 from kvgen.cli.interrupts import preparing
 from kvgen.cli.options import option, use_threads
 from kvgen.errors import DisagreementError, KvgenError, UsageError
+from kvgen.report.units import visible
 
 cache_app = typer.Typer(
     help="Make, look at and check files that keep a prompt's cache.", no_args_is_help=True
@@ -31,6 +32,7 @@ def save(
     revision: shared.RevisionOption = None,
     dtype: shared.DtypeOption = shared.Dtype.auto,
     device: shared.DeviceOption = "auto",
+    attention: shared.AttentionOption = shared.AttentionMode.auto,
     threads: shared.ThreadsOption = None,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
     offline: shared.OfflineOption = False,
@@ -66,7 +68,15 @@ def save(
             recompute="off",
             prompt_cache=file,
         )
-        load = LoadOptions(model, revision, dtype.value, device, trust_remote_code, offline)
+        load = LoadOptions(
+            model=model,
+            revision=revision,
+            dtype=dtype.value,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            offline=offline,
+            attention=attention.value,
+        )
         run = prepare(load, options, threads, quiet)
     for _ in run.pieces():
         pass
@@ -75,9 +85,9 @@ def save(
         from kvgen.report.receipt import receipt_lines
 
         for line in receipt_lines(record.reuse, record.kept):
-            error_console().print(line)
-    if record.kept is not None and record.kept.why_not is not None and not file.exists():
-        raise KvgenError(f"{file} was not written: {record.kept.why_not}")
+            error_console().print(visible(line))
+    if record.kept is not None and record.kept.error is not None:
+        raise KvgenError(f"{file} was not written and is as it was: {record.kept.error}")
     return 0
 
 
@@ -104,6 +114,7 @@ def verify(
     revision: shared.RevisionOption = None,
     dtype: shared.DtypeOption = shared.Dtype.auto,
     device: shared.DeviceOption = "auto",
+    attention: shared.AttentionOption = shared.AttentionMode.auto,
     threads: shared.ThreadsOption = None,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
     offline: shared.OfflineOption = False,
@@ -129,7 +140,15 @@ def verify(
     from kvgen.report.receipt import file_check_lines
 
     use_threads(threads)
-    load = LoadOptions(model, revision, dtype.value, device, trust_remote_code, offline)
+    load = LoadOptions(
+        model=model,
+        revision=revision,
+        dtype=dtype.value,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        offline=offline,
+        attention=attention.value,
+    )
     with loading(quiet) as progress:
         found = check_file(file, load_model(load, progress), policy)
     output.write("".join(f"{line}\n" for line in file_check_lines(found)))

@@ -97,6 +97,7 @@ def chat(
         # The heavy imports start here, once the command line is known to be right.
         from kvgen.cache.policies import DEFAULT
         from kvgen.engine.conversation import ChatOptions
+        from kvgen.engine.conversation_file import ConversationFiles
         from kvgen.engine.sampling import SamplingOptions
         from kvgen.models import LoadOptions
 
@@ -123,7 +124,12 @@ def chat(
         measured = _prepare(load, options, threads, quiet)
     lines = Lines()
     session = Chat(
-        measured, Output(None), lines, output_format is ChatFormat.jsonl, not (quiet or no_stats)
+        measured,
+        Output(None),
+        lines,
+        jsonl=output_format is ChatFormat.jsonl,
+        receipts=not (quiet or no_stats),
+        files=ConversationFiles(measured.conversation),
     )
     if lines.interactive and not quiet:
         session.greet()

@@ -6,15 +6,17 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvgen.cli.interrupts import stopping
+from kvgen.cli.interrupts import stopping, terminated
 from kvgen.cli.lines import Lines, history
 from kvgen.errors import InputError, KvgenError, UsageError
 
 if TYPE_CHECKING:
     from kvgen.cli.streams import Output
     from kvgen.engine.conversation import Conversation
+    from kvgen.engine.conversation_file import ConversationFiles
     from kvgen.measure.turns import MeasuredConversation
 
 INTERRUPTED = 130
@@ -36,6 +38,7 @@ class Chat:
     lines: Lines
     jsonl: bool
     receipts: bool
+    files: ConversationFiles
 
     @property
     def talk(self) -> Conversation:
@@ -100,6 +103,8 @@ class Chat:
                 ) from error
             except KeyboardInterrupt:
                 self._end_line()
+                if terminated():
+                    raise
                 _say("broken off; this turn is not kept, and what was cached is computed again")
                 return True
         self._end_line()
@@ -133,14 +138,39 @@ def _undo(chat: Chat, _: str) -> None:
         raise UsageError("there is no turn to take back")
     line = f"took back {_shortened(undone.turn.question)!r}"
     if undone.refusal is None:
-        line += f"; the cache goes on from its {undone.held:,} tokens before it"
+        line += f"; the cache keeps its first {undone.held:,} tokens"
     elif undone.held:
-        line += f"; the cache is a snapshot of its first {undone.held:,} tokens"
+        line += f"; the cache goes back to a copy of its first {undone.held:,} tokens"
     if undone.held < undone.wanted:
         line += f"; {undone.wanted - undone.held:,} tokens will be computed again"
     if undone.refusal is not None:
         line += f": {undone.refusal}"
     _say(f"  {line}")
+
+
+def _save(chat: Chat, name: str) -> None:
+    from kvgen.report.units import bytes_text
+
+    path = _path("save", name)
+    size = chat.files.save(path)
+    turns, tokens = len(chat.talk.turns), chat.talk.cache.position
+    _say(f"  saved {turns:,} turns with {tokens:,} cached tokens: {bytes_text(size)} in {path}")
+
+
+def _load(chat: Chat, name: str) -> None:
+    path = _path("load", name)
+    chat.files.load(path)
+    talk = chat.talk
+    _say(
+        f"  goes on after {len(talk.turns):,} turns, {len(talk.ids):,} tokens, "
+        f"{talk.cache.position:,} of them cached"
+    )
+
+
+def _path(command: str, name: str) -> Path:
+    if not name:
+        raise UsageError(f"/{command} needs a file, such as /{command} talk.kvgen")
+    return Path(name).expanduser()
 
 
 def _reset(chat: Chat, _: str) -> None:
@@ -168,6 +198,8 @@ class _Command:
 COMMANDS = {
     "stats": _Command(_stats, "what was reused, computed and saved, and what the cache holds"),
     "undo": _Command(_undo, "take the last turn back, and the cache with it"),
+    "save": _Command(_save, "write the conversation and its cache to a file", "FILE"),
+    "load": _Command(_load, "go on with a saved conversation", "FILE"),
     "reset": _Command(_reset, "begin anew; the system message stays"),
     "help": _Command(_help, "this list"),
     "quit": _Command(_quit, "end"),

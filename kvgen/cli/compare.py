@@ -105,6 +105,7 @@ def compare(
     ] = None,
     chat: shared.ChatOption = False,
     system: shared.SystemOption = None,
+    parse_special: shared.ParseSpecialOption = False,
     depth: Annotated[
         str | None,
         option(
@@ -250,6 +251,7 @@ def compare(
         prompt=text,
         chat=chat or system is not None,
         system=system,
+        parse_special=parse_special,
         prompt_tokens=prompt_tokens or 128,
         new_tokens=max_new_tokens,
         depths=depths,

@@ -43,6 +43,7 @@ def explain(
         option("--layer", min=0, help="The layer to look into (default one that shows most)."),
     ] = None,
     chat: shared.ChatOption = False,
+    parse_special: shared.ParseSpecialOption = False,
     timings: Annotated[
         bool,
         option("--timings/--no-timings", help="Measure both paths, and this machine's limits."),
@@ -91,7 +92,7 @@ def explain(
     )
     with loading(quiet) as progress:
         loaded = load_model(load, progress)
-    options = ExplainOptions(text, max_new_tokens, layer, chat, timings)
+    options = ExplainOptions(text, max_new_tokens, layer, chat, timings, parse_special)
     record = ExplanationRun(loaded, options).explain()
 
     if output_format is Format.text:

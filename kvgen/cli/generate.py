@@ -70,6 +70,7 @@ def generate(
     ] = False,
     chat: shared.ChatOption = False,
     system: shared.SystemOption = None,
+    parse_special: shared.ParseSpecialOption = False,
     no_cache: Annotated[
         bool,
         option(
@@ -176,6 +177,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             chat=chat or system is not None,
             system=system,
+            parse_special=parse_special,
             sampling=sampling,
             stop=tuple(stop or ()),
             ignore_eos=ignore_eos,

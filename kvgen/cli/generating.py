@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from kvgen.measure.run import GenerationRun
 
 INTERRUPTED = 130
+logger = logging.getLogger("kvgen")
 
 
 class Format(str, Enum):
@@ -65,6 +67,11 @@ class View:
             # The text is out; that the table found no room makes no failure of it.
             with contextlib.suppress(OSError):
                 print_generation(record, error_console(), self.trace)
+        if record.kept is not None and record.kept.error is not None:
+            # Also with --quiet: the next run would silently compute everything again.
+            logger.error(
+                "%s was not written and is as it was: %s", record.kept.file, record.kept.error
+            )
         if interrupted:
             return INTERRUPTED
         if record.finish_reason == "memory":

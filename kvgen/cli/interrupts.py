@@ -1,4 +1,4 @@
-"""Ctrl-C that is neither lost nor a traceback, also while libraries are imported and models read.
+"""Ctrl-C and SIGTERM, neither lost nor a traceback, also while libraries are imported.
 
 Some libraries swallow a KeyboardInterrupt that reaches them during their import. Every one is
 therefore noted, and raised again where the preparation ends.
@@ -16,7 +16,8 @@ from kvgen.models.ranks import Ranks
 
 INTERRUPTED = 130
 
-_noted = False
+_noted: int | None = None
+"""The signal that has come: Ctrl-C (SIGINT) or SIGTERM."""
 
 
 class InterruptedEarlyError(KvgenError):
@@ -26,9 +27,24 @@ class InterruptedEarlyError(KvgenError):
 
 
 def note_interrupts() -> None:
-    """Note every Ctrl-C from now on; not where the caller has it ignored, as ``nohup`` does."""
+    """Note every Ctrl-C from now on, and SIGTERM, which ends a run as cleanly.
+
+    Not where the caller has them ignored, as ``nohup`` does.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _note)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _note)
+
+
+def terminated() -> bool:
+    """Whether SIGTERM has come: then nothing goes on that a Ctrl-C would let go on."""
+    return _noted == signal.SIGTERM
+
+
+def exit_code(code: int) -> int:
+    """A run's exit code, as a shell knows it from the signal that ended the run."""
+    return 128 + signal.SIGTERM if code == INTERRUPTED and terminated() else code
 
 
 def stop_together(ranks: Ranks) -> None:
@@ -57,10 +73,10 @@ def preparing() -> Iterator[None]:
         yield
     except BaseException as error:
         # An import that Ctrl-C broke off may come out as any other error.
-        if _noted or isinstance(error, KeyboardInterrupt):
+        if _noted is not None or isinstance(error, KeyboardInterrupt):
             raise InterruptedEarlyError("interrupted") from error
         raise
-    if _noted:
+    if _noted is not None:
         raise InterruptedEarlyError("interrupted")
 
 
@@ -88,7 +104,7 @@ def stopping() -> Iterator[Callable[[], bool]]:
             signal.signal(signal.SIGINT, before)
 
 
-def _note(_signal: int, _frame: FrameType | None) -> None:
+def _note(number: int, _frame: FrameType | None) -> None:
     global _noted
-    _noted = True
+    _noted = number
     raise KeyboardInterrupt

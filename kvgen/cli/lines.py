@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvgen.cli.interrupts import terminated
 from kvgen.cli.streams import decoded
 from kvgen.errors import InputError
 from kvgen.storage import cache_root, make_private
@@ -38,7 +39,7 @@ class Lines:
             try:
                 line = self._line(_MORE if parts else _PROMPT)
             except KeyboardInterrupt:
-                if not self.interactive:
+                if not self.interactive or terminated():
                     raise
                 print(file=sys.stderr)
                 parts = []

@@ -20,14 +20,16 @@ from kvgen.cli.chat import chat
 from kvgen.cli.compare import compare
 from kvgen.cli.explain import explain
 from kvgen.cli.generate import generate
-from kvgen.cli.interrupts import note_interrupts
+from kvgen.cli.interrupts import exit_code, note_interrupts
 from kvgen.cli.ordered import OrderedCommand
 from kvgen.cli.parallel import leave, quiet_other_ranks, settled
 from kvgen.cli.report import report
 from kvgen.cli.size import size
 from kvgen.cli.streams import ReaderLeftError, leave_streams, prepare_streams
+from kvgen.cli.verbatim import VerbatimCommand
 from kvgen.cli.verify import verify
 from kvgen.errors import KvgenError
+from kvgen.models.failures import is_out_of_memory, one_line
 from kvgen.report.units import visible
 
 INTERRUPTED = 130
@@ -40,9 +42,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(generate)
-app.command()(batch)
-app.command()(chat)
+app.command(cls=VerbatimCommand)(generate)
+app.command(cls=VerbatimCommand)(batch)
+app.command(cls=VerbatimCommand)(chat)
 app.command(cls=OrderedCommand)(compare)
 app.command()(report)
 app.command()(size)
@@ -69,9 +71,9 @@ def _root(
 def main() -> None:
     """Run the command line and exit with its code."""
     note_interrupts()
-    quiet_other_ranks()
+    quiet_other_ranks(next(iter(sys.argv[1:]), ""))
     prepare_streams()
-    code = run(sys.argv[1:])
+    code = exit_code(run(sys.argv[1:]))
     leave_streams()
     leave(code)
     sys.exit(code)
@@ -103,13 +105,13 @@ def _judged(error: BaseException) -> tuple[int, str]:
         return 0, ""
     if isinstance(error, KvgenError):
         return error.exit_code, str(error)
-    if isinstance(error, MemoryError):
-        return 4, "out of memory"
     if hasattr(error, "format_message"):  # what the argument parser raises
         return getattr(error, "exit_code", 2), _explained(error)
-    if type(error).__name__ in ("Abort", "OutOfMemoryError"):
-        return 4 if "Memory" in type(error).__name__ else 130, str(error) or "aborted"
-    return 1, f"internal error: {type(error).__name__}: {error} (--debug shows where)"
+    if type(error).__name__ == "Abort":
+        return INTERRUPTED, str(error) or "aborted"
+    if is_out_of_memory(error):
+        return 4, "out of memory"
+    return 1, f"internal error: {type(error).__name__}: {one_line(error)} (--debug shows where)"
 
 
 def _wanted(arguments: list[str], *names: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +35,8 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
             for long in parameter.opts
             if long.startswith("--") and long not in ("--config", "--help")
         }
-        values = config_values(path, str(context.info_name), known)
+        commands = getattr(context.parent and context.parent.command, "commands", ())
+        values = config_values(path, str(context.info_name), known, tuple(commands))
         lists = {str(p.name) for p in context.command.params if getattr(p, "multiple", False)}
         context.default_map = {
             name: [value] if name in lists and not isinstance(value, list) else value
@@ -43,12 +45,19 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-def config_values(path: Path, command: str, known: dict[str, Any]) -> dict[str, Any]:
+def config_values(
+    path: Path, command: str, known: dict[str, Any], commands: Sequence[str] = ()
+) -> dict[str, Any]:
     """Option values by parameter name; ``known`` maps option names to the command's parameters.
 
-    Raises ``UsageError`` for an unknown key and for a value of the wrong type.
+    Tables may be named after any of ``commands``. Raises ``UsageError`` for an unknown key or
+    table and for a value of the wrong type.
     """
     table = _load_toml(path)
+    for name, value in table.items():
+        if commands and isinstance(value, dict) and name not in commands:
+            near = difflib.get_close_matches(name, commands, n=1, cutoff=0)
+            raise UsageError(f"{path}: there is no command {name!r}; the nearest is {near[0]!r}")
     own = table.get(command, {})
     if not isinstance(own, dict):
         raise UsageError(f"{path}: {command} must be a table of options, not {own!r}")
@@ -91,6 +100,12 @@ def _load_toml(path: Path) -> dict[str, Any]:
         raise UsageError(f"cannot read the configuration file {path}: {reason}") from error
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is not valid TOML: {error}") from error
+
+
+def _not_empty(stops: list[str] | None) -> list[str] | None:
+    if "" in (stops or ()):
+        raise UsageError("--stop needs text; an empty one would end everything at once")
+    return stops
 
 
 class Dtype(str, Enum):
@@ -243,7 +258,12 @@ SeedOption = Annotated[
 ]
 StopOption = Annotated[
     list[str] | None,
-    option("--stop", help="End before this text; repeatable.", rich_help_panel=_TOKENS),
+    option(
+        "--stop",
+        callback=_not_empty,
+        help="End before this text; repeatable.",
+        rich_help_panel=_TOKENS,
+    ),
 ]
 CacheOption = Annotated[
     str | None,
@@ -260,6 +280,14 @@ PrefillChunkOption = Annotated[
         min=1,
         help="Forward the prompt in pieces of this many tokens.",
         rich_help_panel=_CACHE,
+    ),
+]
+ParseSpecialOption = Annotated[
+    bool,
+    option(
+        "--parse-special",
+        help="Read special tokens that the prompt spells out, such as </s>, as what they name.",
+        rich_help_panel="Tokens",
     ),
 ]
 OutputOption = Annotated[

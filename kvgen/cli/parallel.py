@@ -36,8 +36,13 @@ class DeviceMap(str, Enum):
 Spread = Literal["none", "tensor", "auto"]
 
 
-def quiet_other_ranks() -> None:
-    """Have nothing of this process seen unless it is rank 0; what libraries print included."""
+def quiet_other_ranks(command: str) -> None:
+    """Have nothing of this process seen unless it is rank 0; what libraries print included.
+
+    Ranks of a batch each have prompts of their own, and errors of their own to say.
+    """
+    if command == "batch":
+        return
     try:
         launch = ranks.launched()
     except UsageError:

@@ -43,6 +43,8 @@ def report(
     targets = Targets(output_format.value, tuple(export or ()), tuple(plot or ()))
     targets.check()
     sources = {path.absolute() for path in files}
+    if len({path.resolve() for path in files}) < len(files):
+        raise UsageError("a result is named twice; name each once")
     clash = [path for path in (*targets.exports, *targets.plots) if path.absolute() in sources]
     if clash:
         raise UsageError(f"{clash[0]} is one of the results to show; write to another file")

@@ -102,18 +102,19 @@ class ResultFile:
             raise KvgenError(f"cannot write {self._path}: {error.strerror}") from error
 
     def _parsed(self, content: bytes) -> list[dict[str, Any]]:
-        return [self._result(line, i) for i, line in enumerate(content.splitlines(), 1)]
+        failing = f"cannot go on with {self._path}"
+        return [result_of(line, failing, i) for i, line in enumerate(content.splitlines(), 1)]
 
-    def _result(self, line: bytes, number: int) -> dict[str, Any]:
-        try:
-            result: dict[str, Any] = json.loads(line)
-            if result["schema"] != SCHEMA or not {"id", "request"} <= result.keys():
-                raise ValueError
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UsageError(
-                f"cannot go on with {self._path}: its line {number} is no result of kvgen batch"
-            ) from error
-        return result
+
+def result_of(line: bytes, failing: str, number: int) -> dict[str, Any]:
+    """A line of results. Raises ``UsageError``, ``failing`` first, for anything else."""
+    try:
+        result: dict[str, Any] = json.loads(line)
+        if result["schema"] != SCHEMA or not {"id", "request"} <= result.keys():
+            raise ValueError
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(f"{failing}: its line {number} is no result of kvgen batch") from error
+    return result
 
 
 def results_to(path: Path | None, resume: bool) -> InOrder | ResultFile:

@@ -12,6 +12,7 @@ _TIMES = {"": 1, "k": 1024, "m": 1024**2}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _PREFIXES = " kmgt"
 _MOST_DEPTHS = 1000
+_SHARD = re.compile(r"(\d+)/(\d+)")
 
 
 def counts(name: str, text: str) -> tuple[int, ...]:
@@ -79,3 +80,11 @@ def part(name: str, text: str) -> float:
     if rest or not 0 <= value < 100:
         raise UsageError(f"{name} {text}: expected a part, such as 10% or 0.1")
     return value
+
+
+def shard(text: str) -> tuple[int, int]:
+    """``2/4``, the second of four. Raises ``UsageError``."""
+    match = _SHARD.fullmatch(text.strip())
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise UsageError(f"--shard {text}: expected a shard of all, such as 1/4 to 4/4")
+    return int(match[1]), int(match[2])

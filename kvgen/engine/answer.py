@@ -38,17 +38,22 @@ class Answer:
         """Take one id; whether it is the last."""
         self.ids.append(token_id)
         self.text += self._stops.push(self._pieces.push(token_id))
-        if self._stops.found is None:
-            if token_id in self._ends:
-                self.reason = "end"
-            elif len(self.ids) == self._most:
-                self.reason = "length"
-            if self.reason is None:
-                return False
-            # What was held back as a possible stop string or part of a character is text after all.
-            self.text += self._stops.push(self._pieces.flush())
+        if self._stops.found is not None:
+            self.reason = "stop"
+        elif token_id in self._ends:
+            self.reason = "end"
+            self.close()
+        elif len(self.ids) == self._most:
+            self.reason = "length"
+            self.close()
+        return self.reason is not None
+
+    def close(self) -> None:
+        """No more ids will come: what was held back as a possible stop string or part of a
+        character is text after all.
+        """
+        self.text += self._stops.push(self._pieces.flush())
         if self._stops.found is None:
             self.text += self._stops.flush()
         else:
             self.reason = "stop"
-        return True

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvgen.cache.adapter import TransformersCache
 from kvgen.cache.manager import KVCache
 from kvgen.cache.rows import drop_first, keep, put, stack
+from kvgen.engine.finite import NotFiniteError
 from kvgen.engine.forward import Forward
 from kvgen.engine.sampling import Sampler
 
@@ -41,8 +42,10 @@ class RowBatch:
     longer than all others. A batch of one row takes its cache over as it is.
     """
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: Forward, size: int) -> None:
+        """Places for ``size`` rows are made as soon as there are two."""
         self._forward = forward
+        self._size = size
         self._cache: TransformersCache | None = None
         self._places: list[Row | None] = []
         self._padding: list[int] = []
@@ -72,10 +75,12 @@ class RowBatch:
             self._padding[place] = whole.position - cache.position
         else:
             self._close_ranks()
-            wider = stack([whole, cache])
+            size = max(self._size, len(self._places) + 1)
+            wider = stack([whole, cache], size)
             padding = [p + wider.position - whole.position for p in self._padding]
             padding.append(wider.position - cache.position)
-            self._start(wider, [*self._places, row], padding)
+            free = size - len(padding)
+            self._start(wider, [*self._places, row, *[None] * free], [*padding, *[0] * free])
 
     def leave(self, row: Row) -> None:
         """Take a row out; its place is free."""
@@ -89,7 +94,17 @@ class RowBatch:
         rows = self.rows
         newest = [row.ids[-1:] for row in rows]
         logits = self._forward.rows(newest, self._padding, self._cache)[:, -1]
-        return [row.choose(each) for row, each in zip(rows, logits, strict=True)]
+        return [self.choose(row, each) for row, each in zip(rows, logits, strict=True)]
+
+    def choose(self, row: Row, logits: Tensor) -> int:
+        """Append the token chosen from ``logits [vocab]`` to a row; its id.
+
+        Raises ``ModelError`` naming the layer when they are no finite numbers.
+        """
+        try:
+            return row.choose(logits)
+        except NotFiniteError as error:
+            raise self._forward.not_finite(row.ids, None) from error
 
     def _start(self, cache: KVCache, rows: list[Row | None], padding: list[int]) -> None:
         self._cache = TransformersCache(cache)

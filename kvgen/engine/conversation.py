@@ -16,6 +16,7 @@ from kvgen.cache.manager import KVCache
 from kvgen.cache.policies import DEFAULT
 from kvgen.cache.reuse import ONE_TOKEN, Receipt, cannot_serve
 from kvgen.cache.trie import common_prefix
+from kvgen.engine.answer import Answer
 from kvgen.engine.decoder import Decoder
 from kvgen.engine.forward import Forward
 from kvgen.engine.prompt import check_known, check_text, encode_chat, messages_for
@@ -75,6 +76,8 @@ class Plan:
     question: str
     ids: list[int]
     receipt: Receipt
+    why_no_further: str | None
+    """What ended the match before the end of what was said so far."""
     new_tokens: int
     dropped_turns: int
     """Oldest turns that were left out because the context was full."""
@@ -100,6 +103,7 @@ class Conversation:
         template included.
         """
         self.loaded, self.options = loaded, options
+        self.system = options.system
         self.forward = Forward(loaded.model, loaded.attention)
         self._specs = specs_for(loaded.model)
         self._policy = policy_for(loaded.model, options.cache)
@@ -154,9 +158,9 @@ class Conversation:
         dropped = len(self.turns) - len(turns)
         if dropped:
             self.turns, self.ids = turns, self._ids_of(turns)
-        receipt = self._take_up(ids)
+        receipt, why = self._take_up(ids)
         least = DEFAULT_NEW_TOKENS if room is None else min(DEFAULT_NEW_TOKENS, room)
-        return Plan(question, ids, receipt, wanted or least, dropped, self._snapshot())
+        return Plan(question, ids, receipt, why, wanted or least, dropped, self._snapshot())
 
     def reply(self, plan: Plan) -> Reply:
         """The answer to what was planned, ready to be stepped through, then to be kept."""
@@ -166,13 +170,11 @@ class Conversation:
             seed = (sampling.seed + len(self.turns)) % 2**63
             sampling = replace(sampling, seed=seed)
         decoder = Decoder(self.forward, plan.ids, Sampler(sampling), self.cache, self._chunk)
-        return Reply(
-            decoder,
-            self.loaded.tokenizer,
-            self.loaded.stop_ids,
-            self.options.stop,
-            plan.new_tokens,
+        loaded = self.loaded
+        answer = Answer(
+            loaded.tokenizer, plan.ids, plan.new_tokens, loaded.stop_ids, self.options.stop
         )
+        return Reply(decoder, answer)
 
     def keep(self, plan: Plan, reply: Reply) -> None:
         """Take what was forwarded into account, and the turn, if it has come to an answer."""
@@ -195,6 +197,20 @@ class Conversation:
         refusal = self._go_back(before, [*self.turns, turn])
         return Undone(turn, self.cache.position, wanted, refusal)
 
+    def replace(
+        self, system: str | None, turns: list[Turn], cache: KVCache, held: list[int]
+    ) -> None:
+        """Go on with another conversation of this model; ``cache`` holds the ids ``held``."""
+        before = self.system
+        self.system = system
+        try:
+            ids, opening = self._ids_of(turns), self._shared_by_first_prompts()
+        except BaseException:
+            self.system = before
+            raise
+        self.turns, self.ids, self._opening = turns, ids, opening
+        self.cache, self.held = cache, held
+
     def reset(self) -> None:
         """Forget all turns; of the cache, what every first prompt begins with stays."""
         self.turns, self.ids = [], []
@@ -207,7 +223,7 @@ class Conversation:
 
     def _prompt(self, turns: Sequence[Turn], ids: Sequence[int], question: str) -> list[int]:
         """The ids of a question after ``turns``, whose own are ``ids``."""
-        messages = messages_for(question, self.options.system)
+        messages = messages_for(question, self.system)
         for turn in turns:
             # Before the question, which stays the last.
             messages[-1:-1] = [
@@ -228,19 +244,22 @@ class Conversation:
         one, other = self.first_prompt("a"), self.first_prompt("1")
         return one[: common_prefix(one, other)]
 
-    def _take_up(self, prompt: list[int]) -> Receipt:
-        """Have the cache hold as much of what ``prompt`` begins with as it can."""
+    def _take_up(self, prompt: list[int]) -> tuple[Receipt, str | None]:
+        """Have the cache hold as much of what ``prompt`` begins with as it can.
+
+        Also returns why it does not begin with all that was said so far.
+        """
         before = self.ids or self._opening
         kept = common_prefix(before, prompt)
+        changed = kept < min(len(before), len(self.held))
         matched = common_prefix(self.held, prompt)
-        why = ONE_TOKEN if matched == len(prompt) else None
-        if kept < min(len(before), len(self.held)):
-            why = f"the template rendered earlier turns differently at token {kept:,}"
         refusal = self._go_back(prompt[:-1], self.turns)
-        if refusal is not None:
-            why = refusal if why is None else f"{why}; {refusal}"
         reused = self.cache.position
-        return Receipt(len(prompt), max(matched, reused), reused, why)
+        if refusal is None and reused < matched:
+            refusal = ONE_TOKEN
+        receipt = Receipt(len(prompt), max(matched, reused), reused, refusal)
+        why = f"the template rendered earlier turns differently from token {kept + 1:,} on"
+        return receipt, why if changed else None
 
     def _go_back(self, ids: Sequence[int], turns: Sequence[Turn]) -> str | None:
         """Have the cache hold the longest possible beginning of ``ids``, and nothing else.

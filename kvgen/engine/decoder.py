@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvgen.cache.adapter import TransformersCache
 from kvgen.cache.manager import KVCache
+from kvgen.engine.finite import NotFiniteError
 from kvgen.engine.forward import Forward
 from kvgen.engine.sampling import Sampler
 from kvgen.models.ranks import agreed
@@ -46,6 +47,7 @@ class Decoder:
         self.snapshot: KVCache | None = None
         self._snapshot_is_due = keep_snapshot
         self.ids = list(prompt_ids)
+        self._prompt_tokens = len(prompt_ids)
         self.cache = cache
         self._forward = forward
         self._sampler = sampler
@@ -71,9 +73,17 @@ class Decoder:
             self._forward.ready(self._adapter)
 
     def step(self) -> Token:
-        """Forward what is pending and append one token."""
+        """Forward what is pending and append one token.
+
+        Raises ``ModelError`` naming step and layer when the logits are no finite numbers.
+        """
         logits = self._logits()
-        token = Token(agreed(self._sampler.choose(logits, self.ids)), logits)
+        try:
+            chosen = self._sampler.choose(logits, self.ids)
+        except NotFiniteError as error:
+            step = len(self.ids) - self._prompt_tokens
+            raise self._forward.not_finite(self.ids, step) from error
+        token = Token(agreed(chosen), logits)
         self.ids.append(token.id)
         return token
 

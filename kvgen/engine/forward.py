@@ -20,6 +20,7 @@ from kvgen.cache.quirks import (
     take_back_states,
 )
 from kvgen.engine.attention import one_query_attention, own_attention
+from kvgen.engine.finite import NotFiniteError, first_not_finite, told
 
 
 class Forward:
@@ -112,8 +113,9 @@ class Forward:
         with torch.inference_mode(), self._one_query if one else nullcontext():
             batch = torch.tensor(rows, device=self._device)
             logits: Tensor = self._model(input_ids=batch, return_dict=True, **inputs).logits
+            if cache is not None:
+                take_back_states(self._state_holders, cache.kv)
         if cache is not None:
-            take_back_states(self._state_holders, cache.kv)
             cache.kv.advance(count)
         return logits
 
@@ -123,6 +125,14 @@ class Forward:
         Returns the logits ``[vocab]`` that follow the last id.
         """
         return self._run(ids, **self._inputs(len(ids), cache, position), **self._last_only)[-1]
+
+    def not_finite(self, ids: list[int], step: int | None) -> NotFiniteError:
+        """The error for logits after ``ids`` that are not finite: forwards once more to find where
+        it begins.
+        """
+        place = first_not_finite(self._model, lambda: self.uncached(ids))
+        at = f"after {len(ids):,} tokens" if step is None else f"at step {step}"
+        return NotFiniteError(told(f"{at}, {place}"))
 
     def _run_cached(self, ids: list[int], cache: TransformersCache, **more: Any) -> Tensor:
         inputs = self._inputs(len(ids), cache, cache.kv.position)

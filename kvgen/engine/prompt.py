@@ -5,25 +5,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvgen.engine.special import Message, encode_data, encode_rendered, found_in
 from kvgen.errors import InputError, ModelError, UsageError
-
-Message = dict[str, str]
-"""One part of a conversation: its ``role`` (system, user or assistant) and its ``content``."""
+from kvgen.models.failures import failing_as_model_error
 
 
-def encode(tokenizer: Any, text: str, chat: bool = False, system: str | None = None) -> list[int]:
+def encode(
+    tokenizer: Any,
+    text: str,
+    chat: bool = False,
+    system: str | None = None,
+    parse_special: bool = False,
+) -> list[int]:
     """The ids that are forwarded for ``text``.
 
     Plain completion takes what the tokenizer adds by itself (often one begin-of-text id). With
     ``chat`` the model's own template wraps the text as a user's turn, after ``system`` if given,
-    and nothing is added to what the template writes. Raises ``InputError`` for an empty prompt
-    and ``UsageError`` when there is no template.
+    and nothing is added to what the template writes. Special tokens that the text spells out are
+    text, unless ``parse_special``. Raises ``InputError`` for an empty prompt and ``UsageError``
+    when there is no template.
     """
     check_text(text)
     if chat:
-        ids = encode_chat(tokenizer, messages_for(text, system))
+        ids = encode_chat(tokenizer, messages_for(text, system), parse_special)
     else:
-        ids = tokenizer(text, verbose=False)["input_ids"]
+        with failing_as_model_error("the model's tokenizer fails on the prompt"):
+            if parse_special or not found_in(tokenizer, [text]):
+                ids = tokenizer(text, verbose=False)["input_ids"]
+            else:
+                ids = encode_data(tokenizer, text)
     if not ids:
         raise InputError("the prompt holds no tokens for this model's tokenizer")
     return list(ids)
@@ -47,24 +57,38 @@ def messages_for(text: str, system: str | None = None) -> list[Message]:
     return [*first, {"role": "user", "content": text}]
 
 
-def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+def encode_chat(
+    tokenizer: Any, messages: Sequence[Message], parse_special: bool = False
+) -> list[int]:
     """The ids of a conversation in the model's own template, up to where the answer begins.
 
-    Raises ``UsageError`` when there is no template or it refuses the conversation.
+    Special tokens that the messages spell out are text, unless ``parse_special``. Raises
+    ``UsageError`` when there is no template or it refuses the conversation.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError(
             "this model has no chat template; use a chat model, or generate without --chat"
         )
-    try:
-        rendered = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=False
-        )
-    except Exception as error:  # templates are programs of the model's author
-        raise UsageError(f"the model's chat template refuses this conversation: {error}") from error
-    # The template has written every special token itself, begin-of-text included.
-    ids: list[int] = tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+
+    def render(conversation: Sequence[Message]) -> str:
+        try:
+            rendered: str = tokenizer.apply_chat_template(
+                list(conversation), add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # templates are programs of the model's author
+            raise UsageError(
+                f"the model's chat template refuses this conversation: {error}"
+            ) from error
+        return rendered
+
+    with failing_as_model_error("the model's tokenizer fails on the conversation"):
+        if not parse_special and found_in(tokenizer, [m["content"] for m in messages]):
+            return encode_rendered(tokenizer, messages, render)
+        # The template has written every special token itself, begin-of-text included.
+        ids: list[int] = tokenizer(render(messages), add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
+        return ids
 
 
 def check_known(ids: list[int], vocabulary: int) -> None:

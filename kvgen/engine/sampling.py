@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvgen.errors import ModelError, UsageError
+from kvgen.engine.finite import check_finite
+from kvgen.errors import UsageError
 from kvgen.models.ranks import shared
 
 
@@ -77,14 +78,10 @@ class Sampler:
     def choose(self, logits: Tensor, ids: list[int]) -> int:
         """The next token's id, given logits ``[vocab]`` and the ids so far.
 
-        Raises ``ModelError`` when the likeliest has no finite logit, as after an overflow.
+        Raises ``NotFiniteError`` when the likeliest has no finite logit, as after an overflow.
         """
         options = self.options
-        if not logits.max().isfinite():
-            raise ModelError(
-                "the model's logits are not finite numbers: its weights are damaged or overflow "
-                "in this dtype; try --dtype float32"
-            )
+        check_finite(logits)
         if options.repetition_penalty != 1.0:
             logits = _penalised(logits, ids, options.repetition_penalty)
         if self.greedy:

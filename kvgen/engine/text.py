@@ -77,8 +77,8 @@ class StopStrings:
     """Finds stop strings in text that arrives in pieces, and holds back what may begin one."""
 
     def __init__(self, stops: Iterable[str]) -> None:
-        """Empty strings are ignored."""
-        self._stops = [stop for stop in stops if stop]
+        """None may be empty."""
+        self._stops = list(stops)
         self._held = ""
         self.found: str | None = None
 

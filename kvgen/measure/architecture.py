@@ -20,6 +20,7 @@ from kvgen.models.weights import (
     SINGLE_FILE,
     Weights,
     find_weights,
+    read_architecture_file,
     read_config,
     read_json_object,
 )
@@ -82,7 +83,7 @@ def read_architecture(options: LoadOptions) -> Architecture:
         # kvgen converts GGUF files to float32, in which they are loaded.
         return Architecture(name, config, "float32", parameters * 4, "counted in the GGUF header")
     if path.suffix.lower() == ".json":
-        return _described(name, read_json_object(path, name))
+        return _described(name, read_architecture_file(path, name))
     raise ModelError(f"{name}: neither a model folder, a .json file nor a .gguf file")
 
 
@@ -101,7 +102,7 @@ def _from_hub(name: str, options: LoadOptions) -> Architecture:
     path = hub.fetch_file(name, "config.json", options)
     if path is None:
         raise ModelError(f"{name}: has no config.json on the Hub")
-    config = read_json_object(path, name)
+    config = read_architecture_file(path, name)
     index = hub.fetch_file(name, INDEX_FILE, options)
     if index is not None:
         size = (read_json_object(index, name).get("metadata") or {}).get("total_size")

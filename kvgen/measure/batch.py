@@ -21,6 +21,7 @@ from kvgen.engine.answer import Answer
 from kvgen.engine.batch import Row, RowBatch
 from kvgen.engine.forward import Forward
 from kvgen.engine.sampling import Sampler
+from kvgen.errors import UsageError
 from kvgen.measure.batch_prompts import BatchOptions, Prompt, prepare_prompts, unfinished
 from kvgen.measure.batch_records import BatchSummary, RowResult, Timing
 from kvgen.measure.clock import Clock, DeviceClock
@@ -30,7 +31,8 @@ from kvgen.measure.guard import Demand, check_before_growing, free_bytes
 from kvgen.measure.requests import Id, Request, check_ids
 from kvgen.measure.roofline import WeightReads
 from kvgen.measure.run import RANDOM_WEIGHTS
-from kvgen.measure.together import why_not_together
+from kvgen.measure.together import why_not_shared, why_not_together
+from kvgen.measure.warmup import warm_up
 from kvgen.models import LoadedModel
 
 # Of the memory that is free, what stored prefixes may take where nobody said.
@@ -72,13 +74,19 @@ class BatchRun:
         self._forward = Forward(loaded.model, loaded.attention)
         self._specs = specs_for(loaded.model)
         self._policy = policy_for(loaded.model, self._options.cache)
+        if self._options.prefill_chunk not in (None, 1) and not continues_prefill(
+            loaded.model, self._specs
+        ):
+            raise UsageError(
+                f"{loaded.config.model_type} does not continue its state over a second forward of "
+                "several tokens; leave out --prefill-chunk, or make it 1"
+            )
         prompts, self.rejected = prepare_prompts(loaded, requests, self._options)
         self._prompts = unfinished(prompts, finished or {})
-        self.summary = self._new_summary(len(prompts) - len(self._prompts))
         if self._prompts and not self._options.force:
             self._check_memory()
-        self._share = self._options.share_prefix and continues_prefill(loaded.model, self._specs)
-        self._plan = PrefixPlan([p.ids for p in self._prompts] if self._share else [])
+        self.summary = self._new_summary(len(prompts) - len(self._prompts))
+        self._plan = PrefixPlan([p.ids for p in self._prompts] if self.summary.shared else [])
         self._stored = PrefixIndex(self._budget())
         self._goes_back = goes_back(self._specs, self._policy)
 
@@ -90,7 +98,7 @@ class BatchRun:
     def rows(self) -> Iterator[RowResult]:
         """Run; yields each result as soon as it is complete, which is not the input's order."""
         waiting = iter(self._prompts)
-        batch = RowBatch(self._forward)
+        batch = RowBatch(self._forward, min(self.summary.batch_size, self.total))
         flying: dict[Row, _InFlight] = {}
         self._began = self._clock.now()
         more = True
@@ -100,7 +108,7 @@ class BatchRun:
                 more = prompt is not None
                 if prompt is None:
                     break
-                begun, cache = self._begin(prompt)
+                begun, cache = self._begin(prompt, batch)
                 if begun.answer.reason is not None:
                     yield self._ended(begun)
                     continue
@@ -126,12 +134,12 @@ class BatchRun:
                 ended.append(self._ended(flying.pop(row)))
         return ended
 
-    def _begin(self, prompt: Prompt) -> tuple[_InFlight, KVCache]:
+    def _begin(self, prompt: Prompt, batch: RowBatch) -> tuple[_InFlight, KVCache]:
         """Prefill: the row with its first token, and the cache of all tokens before it."""
         begin = self._clock.now()
         cache, logits, receipt = self._prefill(prompt.ids)
         row = Row(list(prompt.ids), Sampler(prompt.sampling))
-        token = row.choose(logits)
+        token = batch.choose(row, logits)
         now = self._clock.now()
         ends = frozenset() if self._options.ignore_eos else self._loaded.stop_ids
         answer = Answer(self._loaded.tokenizer, prompt.ids, prompt.new_tokens, ends, prompt.stop)
@@ -141,9 +149,9 @@ class BatchRun:
 
     def _prefill(self, ids: list[int]) -> tuple[KVCache, torch.Tensor, Receipt]:
         """Forward what no stored prefix has, and store what later prompts need."""
-        if not self._share:
+        if not self.summary.shared:
             cache = self._new_cache()
-            return cache, self._forward.extend(ids, TransformersCache(cache)), Receipt(len(ids))
+            return cache, self._extend(ids, TransformersCache(cache)), Receipt(len(ids))
         turn = self._plan.next(ids)
         found, receipt = self._stored.take(ids)
         cache = self._new_cache() if found is None else found
@@ -155,7 +163,7 @@ class BatchRun:
         for end in ends:
             first = cache.position
             begin = self._clock.now()
-            logits = self._forward.extend(ids[first:end], adapter)
+            logits = self._extend(ids[first:end], adapter)
             took = self._clock.now() - begin
             for stop in stops:
                 if first < stop <= end:
@@ -164,6 +172,9 @@ class BatchRun:
                     self._stored.add(ids[:stop], prefix, seconds + part)
             seconds += took
         return cache, logits, receipt
+
+    def _extend(self, ids: list[int], cache: TransformersCache) -> torch.Tensor:
+        return self._forward.extend(ids, cache, self._options.prefill_chunk)
 
     def _ended(self, one: _InFlight) -> RowResult:
         """The result, complete, and counted."""
@@ -201,19 +212,20 @@ class BatchRun:
         return self._policy.make(self._specs)
 
     def _new_summary(self, already_finished: int) -> BatchSummary:
-        loaded, options = self._loaded, self._options
-        size, notes = options.batch_size, []
-        if size > 1 and self._prompts:
+        loaded, options, specs = self._loaded, self._options, self._specs
+        size, shared, notes = options.batch_size, options.share_prefix, []
+        longest = max((p.tokens for p in self._prompts), default=0)
+        if self._prompts:
             ids = self._prompts[0].ids
-            why = why_not_together(loaded, self._forward, self._specs, self._policy, ids)
-            if why is not None:
+            warm_up(loaded, self._forward, ids, self._new_cache())
+            if size > 1 and (
+                why := why_not_together(loaded, self._forward, specs, self._policy, ids, longest)
+            ):
                 size = 1
                 notes.append(f"rows run one at a time: {why}")
-        if options.share_prefix and not continues_prefill(loaded.model, self._specs):
-            notes.append(
-                f"no prefix is shared: {loaded.config.model_type} starts its state over at a "
-                "second forward of several tokens"
-            )
+        if shared and (why := why_not_shared(loaded, specs, longest)):
+            shared = False
+            notes.append(f"no prefix is shared: {why}")
         if self._policy.note is not None:
             notes.append(self._policy.note)
         if loaded.source.kind == "random weights":
@@ -221,18 +233,18 @@ class BatchRun:
         dtype = str(loaded.dtype).removeprefix("torch.")
         return BatchSummary(
             model=model_facts(loaded, WeightReads(loaded.model).total, self._new_cache()),
-            environment=environment(loaded.model, loaded.device, dtype, None),
+            environment=environment(self._forward.attention, loaded.device, dtype, None),
             batch_size=size,
-            shared=options.share_prefix,
+            shared=shared,
             already_finished=already_finished,
             rejected=len(self.rejected),
             notes=notes,
         )
 
     def _check_memory(self) -> None:
-        longest = max(len(prompt.ids) + prompt.new_tokens - 1 for prompt in self._prompts)
-        chunk = max(len(prompt.ids) for prompt in self._prompts)
-        rows = min(self.summary.batch_size, len(self._prompts))
+        longest = max(prompt.tokens for prompt in self._prompts)
+        chunk = self._options.prefill_chunk or max(len(prompt.ids) for prompt in self._prompts)
+        rows = min(self._options.batch_size, len(self._prompts))
         demand = Demand(longest, self._policy, chunk, rows)
         itemsize, device = self._loaded.dtype.itemsize, str(self._loaded.device)
         check_before_growing(self._loaded.config, self._specs, itemsize, device, demand)

@@ -32,11 +32,15 @@ class BatchOptions:
     max_new_tokens: int | None = None
     chat: bool = False
     system: str | None = None
+    parse_special: bool = False
+    """Read special tokens that prompts spell out as what they name."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     cache: str = DEFAULT
     """The storage policy with its options, as ``find_policy`` reads it."""
+    prefill_chunk: int | None = None
+    """Forward prompts in pieces of at most this many tokens."""
     force: bool = False
     """Go on where memory is predicted not to suffice."""
 
@@ -51,6 +55,11 @@ class Prompt:
     stop: tuple[str, ...]
     sampling: SamplingOptions
     digest: str
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole sequence that is stored: the last new token never is."""
+        return len(self.ids) + self.new_tokens - 1
 
 
 def prepare_prompts(
@@ -112,10 +121,10 @@ def _ids(loaded: LoadedModel, request: Request, options: BatchOptions) -> list[i
     if request.messages is not None:
         for message in request.messages:
             check_text(message["content"])
-        return encode_chat(loaded.tokenizer, request.messages)
+        return encode_chat(loaded.tokenizer, request.messages, options.parse_special)
     system = options.system if request.system is None else request.system
     chat = (options.chat or system is not None) if request.chat is None else request.chat
-    return encode(loaded.tokenizer, request.prompt or "", chat, system)
+    return encode(loaded.tokenizer, request.prompt or "", chat, system, options.parse_special)
 
 
 def _row_seed(request: Request, base: int) -> int:

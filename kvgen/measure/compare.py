@@ -224,9 +224,10 @@ class ComparisonRun:
 
     def _rank_shares(self) -> RankShares | None:
         reference = self._contestants[0]
-        cache = reference.cache if isinstance(reference, Cached) else None
+        if not isinstance(reference, Cached):
+            return None
         itemsize = reference.loaded.dtype.itemsize
-        return rank_shares(reference.weights.total, cache, itemsize)
+        return rank_shares(reference.weights.total, reference.cache, itemsize)
 
 
 def _work(contestant: Contestant, track: Track, new_tokens: int) -> int:

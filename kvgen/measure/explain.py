@@ -50,6 +50,7 @@ class ExplainOptions:
     layer: int | None = None
     chat: bool = False
     timings: bool = True
+    parse_special: bool = False
 
 
 class ExplanationRun:
@@ -65,7 +66,9 @@ class ExplanationRun:
         self._model: Any = loaded.model
         self._clock = clock or DeviceClock(loaded.device)
         self._specs = specs_for(loaded.model)
-        self._ids = encode(loaded.tokenizer, options.prompt, options.chat)
+        self._ids = encode(
+            loaded.tokenizer, options.prompt, options.chat, parse_special=options.parse_special
+        )
         check_fits(len(self._ids), options.max_new_tokens, loaded.context_limit)
         self._prompt = len(self._ids)
         self._forward = Forward(loaded.model, "model")
@@ -134,6 +137,8 @@ class ExplanationRun:
         was = [holdings.before(layer) for layer in kv.layers]
         logits, seen = self._watched(fed)
         self._rows.append(logits)
+        if not logits[-1].max().isfinite():
+            raise self._forward.not_finite(self._ids, len(record.stages))
         states = [holdings.after(i, la, was[i]) for i, la in enumerate(kv.layers)]
         attention = _attention(self._layer, seen, len(fed))
         work = record.work

@@ -55,10 +55,12 @@ def check_file(path: Path, loaded: LoadedModel, policy_text: str) -> FileCheck:
     """
     specs = specs_for(loaded.model)
     policy = policy_for(loaded.model, policy_text)
-    file = open_for(path, fingerprint(loaded.model, loaded.tokenizer, specs, policy))
+    forward = Forward(loaded.model, loaded.attention)
+    own = fingerprint(loaded.model, loaded.tokenizer, specs, policy, forward.attention)
+    file = open_for(path, own)
     stored, computed = policy.make(specs), policy.make(specs)
     load_cache(file, stored, loaded.device)
-    ids, forward = file.ids, Forward(loaded.model, loaded.attention)
+    ids = file.ids
     check_known(ids, loaded.model.get_input_embeddings().weight.shape[0])
     forward.extend(ids, TransformersCache(computed), _PIECE)
     dtype = str(loaded.dtype).removeprefix("torch.")

@@ -5,7 +5,6 @@ Prints nothing. A file is written whole or not at all, and never one that was re
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +19,6 @@ from kvgen.measure.clock import Clock
 from kvgen.measure.records import Kept, Reuse
 from kvgen.models import LoadedModel
 
-logger = logging.getLogger("kvgen")
-
 SNAPSHOT_ONLY = (
     "a cache that cannot go back was kept as it was one token before its prompt's end, so no more "
     "than that is stored"
@@ -33,15 +30,22 @@ class PromptCache:
     """A file for the cache of one loaded model under one policy."""
 
     def __init__(
-        self, path: Path, writes: bool, loaded: LoadedModel, cache: KVCache, clock: Clock
+        self,
+        path: Path,
+        writes: bool,
+        loaded: LoadedModel,
+        attention: str,
+        cache: KVCache,
+        clock: Clock,
     ) -> None:
-        """``cache`` is empty; its specs and policy are those that the file must have been made
-        with. Opens the file if it is there.
+        """Opens the file if it is there. It must have been made with the same model, ``attention``
+        (its name), specs and policy as ``cache``, which is empty.
 
         Raises ``CacheFileError`` for a file that is damaged or belongs to something else.
         """
         self.path, self.writes = path, writes
         self._loaded, self._clock, self._cache = loaded, clock, cache
+        self._attention = attention
         self._own: Fingerprint | None = None
         self._file: CacheFile | None = None
         self._rate: float | None = None
@@ -95,7 +99,8 @@ class PromptCache:
         """Write the cache, or its ``snapshot`` if there is one, back to the file; fills ``kept``.
 
         ``ids`` are the prompt's and the new ones; ``prefill_s`` is what the computed prompt tokens
-        took, ``None`` if not all were. What cannot be written is a warning: the text stands.
+        took, ``None`` if not all were. A file that cannot be written is no error of the run, whose
+        text stands: ``kept`` says so.
         """
         cache = self._cache if snapshot is None else snapshot
         if not cache.drop_unfinished():
@@ -115,8 +120,7 @@ class PromptCache:
             with self._timed() as took:
                 kept.bytes = save_cache(self.path, cache, held, own, name, seconds, snapshot)
         except OSError as error:
-            kept.why_not = f"cannot write it: {error.strerror}"
-            logger.error("%s was not written: %s; it is as it was", self.path, error.strerror)
+            kept.why_not, kept.error = None, error.strerror or str(error)
             return
         kept.tokens, kept.snapshot, kept.why_not = cache.position, snapshot, None
         kept.write_s = took[0]
@@ -159,9 +163,10 @@ class PromptCache:
 
     def _fingerprint(self) -> Fingerprint:
         if self._own is None:
-            loaded, cache = self._loaded, self._cache
+            model, tokenizer = self._loaded.model, self._loaded.tokenizer
+            specs, policy = self._cache.specs, self._cache.policy
             with self._timed() as took:
-                self._own = fingerprint(loaded.model, loaded.tokenizer, cache.specs, cache.policy)
+                self._own = fingerprint(model, tokenizer, specs, policy, self._attention)
             self.identify_s = took[0]
         return self._own
 

@@ -139,7 +139,9 @@ class Kept:
     """Whether it holds the cache as it was one token before the prompt's end, because it cannot
     go back."""
     why_not: str | None = None
-    """Why nothing was written."""
+    """Why nothing was written, where there was no need or no way to."""
+    error: str | None = None
+    """What went wrong in writing it; the file is then as it was."""
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvgen.engine.prompt import Message
+from kvgen.engine.special import Message
 from kvgen.errors import UsageError
 
 Id = str | int
@@ -117,7 +117,7 @@ def _request(fields: Any, line: int) -> Request:
 
 def _expect(name: str, value: Any, kind: Any, wanted: str) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
-        raise ValueError(f"has a {name} that is not {wanted}")
+        raise ValueError(f"has {name} = {value!r}, which is not {wanted}")
 
 
 def _messages(value: Any) -> tuple[Message, ...] | None:
@@ -144,4 +144,6 @@ def _stop(value: Any) -> tuple[str, ...] | None:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise ValueError("has a stop that is neither text nor a list of texts")
+    if "" in stops:
+        raise ValueError("has an empty stop, which would end everything at once")
     return tuple(stops)

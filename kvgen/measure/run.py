@@ -50,6 +50,8 @@ class GenerationOptions:
     max_new_tokens: int | None = None
     chat: bool = False
     system: str | None = None
+    parse_special: bool = False
+    """Read special tokens that the prompt spells out as what they name."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -88,7 +90,8 @@ class GenerationRun:
         self._clock = clock or clock_for(loaded.device)
         self._dtype = str(loaded.dtype).removeprefix("torch.")
         begin = self._clock.now()
-        ids = encode(loaded.tokenizer, options.prompt, options.chat, options.system)
+        given = (options.prompt, options.chat, options.system, options.parse_special)
+        ids = encode(loaded.tokenizer, *given)
         self._tokenize_s = self._clock.now() - begin
         check_known(ids, loaded.model.get_input_embeddings().weight.shape[0])
         room = check_fits(len(ids), options.max_new_tokens, loaded.context_limit)
@@ -115,9 +118,14 @@ class GenerationRun:
         self._file: PromptCache | None = None
         reuse = Reuse(len(ids), 0, 0, len(ids))
         if options.prompt_cache is not None and self._cache is not None:
-            writes = not options.prompt_cache_read_only
-            cache = self._cache
-            self._file = PromptCache(options.prompt_cache, writes, loaded, cache, self._clock)
+            self._file = PromptCache(
+                options.prompt_cache,
+                not options.prompt_cache_read_only,
+                loaded,
+                self._forward.attention,
+                self._cache,
+                self._clock,
+            )
             reuse = self._file.take(ids, options.chat)
         if not options.force and not is_spread(loaded.model):
             demand = Demand(tokens, policy, chunk or reuse.computed)

@@ -54,6 +54,7 @@ class CompareOptions:
     prompt: str | None = None
     chat: bool = False
     system: str | None = None
+    parse_special: bool = False
     prompt_tokens: int = 128
     new_tokens: int = 32
     depths: tuple[int, ...] = (0,)
@@ -98,15 +99,8 @@ def prepare(
     tokenize_s = clock.now() - begin if options.tokens is None else 0.0
     new_tokens = len(tracks[0].new_ids) if tracks[0].new_ids else options.new_tokens
     for track in tracks:
-        try:
-            check_fits(len(track.ids), new_tokens, loaded.context_limit)
-        except InputError as error:
-            if not track.prefix:
-                raise
-            depth = len(track.prefix)
-            raise InputError(
-                f"at depth {depth:,}, its tokens counted as prompt: {error}"
-            ) from error
+        depth = len(track.prefix)
+        _check_fits(depth, len(track.ids) - depth, new_tokens, loaded)
     check_vocabulary(tracks, int(loaded.config.vocab_size))
 
     reference = Cached(loaded, REFERENCE)
@@ -136,14 +130,26 @@ def prepare(
     return ComparisonRun(contestants, tracks, record, clock)
 
 
+def _check_fits(depth: int, prompt_tokens: int, new_tokens: int, loaded: LoadedModel) -> None:
+    try:
+        check_fits(depth + prompt_tokens, new_tokens, loaded.context_limit)
+    except InputError as error:
+        if not depth:
+            raise
+        raise InputError(f"at depth {depth:,}, its tokens counted as prompt: {error}") from error
+
+
 def _tracks(loaded: LoadedModel, options: CompareOptions) -> tuple[list[Track], PromptSource]:
     """The tokens, and where they come from."""
     if options.tokens is not None:
         return read_tokens(options.tokens), "tokens"
     if options.prompt is None:
+        for depth in options.depths:  # before a text of that length is made
+            _check_fits(depth, options.prompt_tokens, options.new_tokens, loaded)
         tracks = tracks_for(loaded.tokenizer, None, options.prompt_tokens, options.depths)
         return tracks, "built-in"
-    ids = encode(loaded.tokenizer, options.prompt, options.chat, options.system)
+    given = (options.prompt, options.chat, options.system, options.parse_special)
+    ids = encode(loaded.tokenizer, *given)
     return tracks_for(loaded.tokenizer, ids, 0, options.depths), "given"
 
 

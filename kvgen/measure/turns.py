@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from kvgen.cache.policies import find_policy
 from kvgen.cache.reuse import Receipt
 from kvgen.engine.conversation import Conversation, Plan
-from kvgen.engine.reply import Ending, Reply
+from kvgen.engine.reply import Reply
 from kvgen.measure.clock import Clock, DeviceClock
 from kvgen.measure.guard import Demand, check_before_growing
 from kvgen.measure.warmup import warm_up
@@ -25,6 +26,8 @@ class TurnRecord:
     """Answered turns of this run before it, those taken back included."""
     question: str
     receipt: Receipt
+    why_no_further: str | None = None
+    """What ended the match before the end of what was said so far."""
     dropped_turns: int = 0
     """Oldest turns left out because the context was full."""
     answer: str = ""
@@ -32,7 +35,7 @@ class TurnRecord:
     """As generated, without the id that ended the answer."""
     new_tokens: int = 0
     """Tokens generated, that id included."""
-    ending: Ending = "interrupted"
+    ending: Literal["end", "stop", "length", "interrupted"] = "interrupted"
     context_tokens: int = 0
     """Tokens of the conversation with this turn."""
     context_limit: int | None = None
@@ -96,7 +99,9 @@ class MeasuredConversation:
         plan = talk.plan(question)
         self._check_memory(plan)
         reply = talk.reply(plan)
-        record = TurnRecord(self.tally.turns, question, plan.receipt, plan.dropped_turns)
+        record = TurnRecord(
+            self.tally.turns, question, plan.receipt, plan.why_no_further, plan.dropped_turns
+        )
         record.tokenize_s = self._clock.now() - begin
         self.record = record
         try:
@@ -115,7 +120,7 @@ class MeasuredConversation:
                 return
         while reply.ending is None:
             if stopping():
-                yield reply.interrupt()
+                yield reply.leave_off()
                 return
             begin = self._clock.now()
             piece = reply.step()

@@ -86,6 +86,8 @@ class Verifier:
         self._step = step
         self._longest = longest
         self._parallel = self._forward.uncached_everywhere(ids)
+        if not self._parallel.max().isfinite():
+            raise self._forward.not_finite(ids, 0)
         dtype = str(model.dtype).removeprefix("torch.")
         self.limit = tolerance(dtype, largest_logit(self._parallel)) if limit is None else limit
         """Largest |Δlogit| that counts as the same."""
@@ -181,7 +183,7 @@ class Verifier:
         """A cache read back from a file goes on as the one that was written."""
         cache, again = self._new_cache(), self._new_cache()
         self._run(cache, [self._prompt])
-        own = fingerprint(self._model, None, self._specs, cache.kv.policy)
+        own = fingerprint(self._model, None, self._specs, cache.kv.policy, "any")
         try:
             with TemporaryDirectory(prefix="kvgen-") as folder:
                 path = Path(folder) / "cache"

@@ -18,6 +18,7 @@ def working_bytes(
     fields: Settings, specs: Sequence[LayerSpec], tokens: int, chunk: int, itemsize: int
 ) -> int:
     """Bytes for a forward of ``chunk`` tokens that ends a sequence of ``tokens``."""
+    fields = fields.of_layer(0)  # where layers differ, the whole configuration gives no number
     hidden = fields.integer("hidden_size", "n_embd", "d_model") or 0
     width = _widest(fields.get("intermediate_size", "n_inner", "ffn_dim")) or 4 * hidden
     experts = fields.integer("num_experts_per_tok") or 0

@@ -139,10 +139,17 @@ def _rotary_settings(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 def stop_ids(sources: Iterable[Any]) -> frozenset[int]:
-    """Every end-of-text id that any of the sources names, as one id or as a list of them."""
+    """Every end-of-text id that any of the sources names, as one id or as a list of them.
+
+    Raises ModelError for anything else.
+    """
     found: set[int] = set()
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            found.update(int(item) for item in (ids if isinstance(ids, (list, tuple)) else [ids]))
+        for item in ids if isinstance(ids, list | tuple) else [ids]:
+            if item is None:
+                continue
+            if not isinstance(item, int):
+                raise ModelError(f"eos_token_id must be an id or a list of ids, not {item!r}")
+            found.add(item)
     return frozenset(found)

@@ -24,7 +24,7 @@ from kvgen.models.failures import failing_as_model_error
 from kvgen.models.quiet import quiet_libraries
 from kvgen.models.tokenizers import has_tokenizer, load_tokenizer
 from kvgen.models.types import LoadedModel, LoadOptions, ModelSource
-from kvgen.models.weights import read_config, read_json_object
+from kvgen.models.weights import read_architecture_file, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -49,7 +49,8 @@ def load_dummy(options: LoadOptions) -> LoadedModel:
     started = time.perf_counter()
     config = _config(name, path, options)
     dtype = choose_dtype(options.dtype, checkpoint_dtype(config, None), device)
-    with failing_as_model_error(name), quiet_libraries(), torch.random.fork_rng():
+    subject = f"{name}: cannot build the model"
+    with failing_as_model_error(subject), quiet_libraries(), torch.random.fork_rng():
         torch.manual_seed(_SEED)
         with device:
             model = AutoModelForCausalLM.from_config(
@@ -91,15 +92,16 @@ def _architecture(options: LoadOptions) -> tuple[str, Path]:
 
 
 def _config(name: str, path: Path, options: LoadOptions) -> PreTrainedConfig:
+    unusable = f"{name}: cannot use its configuration"
     if path.is_dir():
-        with failing_as_model_error(name), quiet_libraries():
+        with failing_as_model_error(unusable), quiet_libraries():
             return read_causal_config(path, read_config(path, name), name, options)
-    raw = read_json_object(path, name)
+    raw = read_architecture_file(path, name)
     # transformers reads a configuration from a folder under one fixed name only.
     folder = Path(tempfile.mkdtemp(prefix="kvgen-"))
     try:
         shutil.copyfile(path, folder / "config.json")
-        with failing_as_model_error(name), quiet_libraries():
+        with failing_as_model_error(unusable), quiet_libraries():
             return read_causal_config(folder, raw, name, options)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

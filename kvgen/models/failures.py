@@ -17,6 +17,8 @@ _OUT_OF_MEMORY = re.compile(
 def one_line(error: BaseException) -> str:
     """The error's text as a single line of at most 300 characters, or its type if it has none."""
     text = " ".join(str(error).split())
+    if isinstance(error, KeyError):  # whose text is the key alone
+        text = f"no {text}"
     if len(text) > _MAX_LINE:
         text = text[: _MAX_LINE - 1].rstrip() + "…"
     return text or type(error).__name__

@@ -23,6 +23,7 @@ from kvgen.errors import ModelError
 from kvgen.models import store
 from kvgen.models.causal import build_skeleton
 from kvgen.models.failures import failing_as_model_error, one_line
+from kvgen.models.gguf_header import check_whole
 from kvgen.models.gguf_tokenizer import build_tokenizer
 from kvgen.models.quiet import quiet_libraries
 from kvgen.models.types import ModelSource, ProgressCallback, no_progress
@@ -52,6 +53,8 @@ def convert(
     split = _SPLIT.search(file.name)
     if split and int(split[1]) > 1:
         raise ModelError(f"{name}: one part of a split GGUF; merge the parts into one file first")
+
+    check_whole(file, name)
 
     def write(folder: Path) -> None:
         with _explaining_full_disk(name), failing_as_model_error(f"{name}: cannot convert"):

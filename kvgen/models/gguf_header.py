@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, read from its header alone. Imports kvgen.errors only.
+"""What a GGUF file says of its model, read from its header alone. No torch.
 
 The gguf package reads every token of the vocabulary into arrays first, which takes seconds; sizes
 need a dozen numbers. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -9,13 +9,14 @@ from __future__ import annotations
 import struct
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from kvgen.errors import ModelError
 
 _MAGIC = b"GGUF"
 _NUMBERS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?"))) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_MOST_DIMENSIONS = 8
 _MOST = 1 << 26  # entries or bytes of one string; more is a damaged file
 
 # The field of a config.json for each key, which the architecture's name precedes in the file.
@@ -52,11 +53,7 @@ def read_gguf(path: Path, name: str) -> tuple[dict[str, Any], int]:
 
     Raises ``ModelError`` for a damaged file and for an architecture without a translation.
     """
-    try:
-        with path.open("rb") as file:
-            values, parameters = _read(file, path.stat().st_size)
-    except (OSError, struct.error, ValueError, KeyError, OverflowError) as error:
-        raise ModelError(f"{name}: not a whole GGUF file ({error})") from error
+    values, tensors, _ = _header(path, name)
     architecture = str(values.get("general.architecture"))
     model_type = _TYPES.get(architecture)
     if model_type is None:
@@ -71,26 +68,67 @@ def read_gguf(path: Path, name: str) -> tuple[dict[str, Any], int]:
             fields[field] = value
     if "use_sliding_window" not in fields and model_type.startswith("qwen"):
         fields["use_sliding_window"] = "sliding_window" in fields
-    return fields, parameters
+    return fields, sum(tensor.numbers for tensor in tensors)
 
 
-def _read(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
+def check_whole(path: Path, name: str) -> None:
+    """Raise ``ModelError`` unless the file is as long as its header says.
+
+    Imports gguf for the sizes of its number formats; tensors in others are passed over.
+    """
+    from gguf import GGML_QUANT_SIZES
+
+    sizes = {int(kind): block for kind, block in GGML_QUANT_SIZES.items()}
+    values, tensors, begin = _header(path, name)
+    alignment = values.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ModelError(f"{name}: not a whole GGUF file (its alignment is {alignment!r})")
+    begin += -begin % alignment
+    ends = [
+        begin + t.offset + t.numbers * sizes[t.kind][1] // sizes[t.kind][0]
+        for t in tensors
+        if t.kind in sizes
+    ]
+    size = path.stat().st_size
+    if size < max(ends, default=0):
+        raise ModelError(f"{name}: is cut short: {size} bytes of {max(ends)}; fetch it again")
+
+
+class _Tensor(NamedTuple):
+    numbers: int
+    kind: int
+    offset: int
+
+
+def _header(path: Path, name: str) -> tuple[dict[str, Any], list[_Tensor], int]:
+    """The values, the tensors, and where the header ends. Raises ``ModelError``."""
+    try:
+        with path.open("rb") as file:
+            values, tensors = _read(file, path.stat().st_size)
+            return values, tensors, file.tell()
+    except (OSError, struct.error, ValueError, KeyError, OverflowError) as error:
+        raise ModelError(f"{name}: not a whole GGUF file ({error})") from error
+
+
+def _read(file: BinaryIO, size: int) -> tuple[dict[str, Any], list[_Tensor]]:
     if file.read(4) != _MAGIC:
         raise ValueError("it does not begin with GGUF")
-    version, tensors, pairs = _unpack(file, "<IQQ")
-    if version not in (2, 3) or max(tensors, pairs) > _MOST:
-        raise ValueError(f"version {version} with {tensors} tensors")
+    version, count, pairs = _unpack(file, "<IQQ")
+    if version not in (2, 3) or max(count, pairs) > _MOST:
+        raise ValueError(f"version {version} with {count} tensors")
     values = {}
     for _ in range(pairs):
         key = _string(file)
         values[key] = _value(file, _unpack(file, "<I")[0], size)
-    parameters = 0
-    for _ in range(tensors):
+    tensors = []
+    for _ in range(count):
         _string(file)
-        shape = _unpack(file, f"<{_unpack(file, '<I')[0]}Q")
-        _unpack(file, "<IQ")
-        parameters += prod(shape)
-    return values, parameters
+        (dimensions,) = _unpack(file, "<I")
+        if dimensions > _MOST_DIMENSIONS:
+            raise ValueError(f"a tensor of {dimensions} dimensions")
+        shape = _unpack(file, f"<{dimensions}Q")
+        tensors.append(_Tensor(prod(shape), *_unpack(file, "<IQ")))
+    return values, tensors
 
 
 def _value(file: BinaryIO, kind: int, size: int) -> Any:

@@ -51,7 +51,7 @@ def fetch_file(hub_id: str, file: str, options: LoadOptions) -> Path | None:
     Raises ModelError as ``fetch`` does.
     """
     import huggingface_hub
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants
 
     cached = huggingface_hub.try_to_load_from_cache(hub_id, file, revision=options.revision)
     if isinstance(cached, str):
@@ -64,22 +64,20 @@ def fetch_file(hub_id: str, file: str, options: LoadOptions) -> Path | None:
     utilities.disable_progress_bars()
     with failing_as_model_error(hub_id), quiet_hub():
         try:
-            return Path(
-                huggingface_hub.hf_hub_download(
-                    hub_id, file, revision=options.revision, local_files_only=options.offline
-                )
+            # Of a single file the library would ask again and again where nobody answers.
+            folder = huggingface_hub.snapshot_download(
+                hub_id,
+                revision=options.revision,
+                allow_patterns=[file],
+                local_files_only=options.offline,
             )
-        except errors.EntryNotFoundError as error:
-            if isinstance(error, errors.LocalEntryNotFoundError):
-                raise ModelError(
-                    f"{hub_id}: {_explain(error, options.revision, options.offline)}"
-                ) from error
-            return None
         except Exception as error:
             reason = _explain(error, options.revision, options.offline)
             if reason is None:
                 raise
             raise ModelError(f"{hub_id}: {reason}") from error
+    path = Path(folder) / file
+    return path if path.is_file() else None
 
 
 def _snapshot(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvgen")
 
+_LAYER = re.compile(r"\.(\d+)\.")
+
 
 def load_model(options: LoadOptions, progress: ProgressCallback | None = None) -> LoadedModel:
     """Find, convert if need be, check and load a model and its tokenizer.
@@ -57,9 +60,14 @@ def load_model(options: LoadOptions, progress: ProgressCallback | None = None) -
     started = time.perf_counter()
     raw = read_config(source.path, name)
     weights = find_weights(source.path, name)
+    if weights.integers and "quantization_config" not in raw:
+        raise ModelError(
+            f"{name}: {weights.integers} is stored as whole numbers, and config.json does not say "
+            "that the model is quantized"
+        )
     if options.trust_remote_code and "auto_map" in raw:
         logger.warning("running Python code that comes with the model %s", name)
-    with failing_as_model_error(name), quiet_libraries():
+    with failing_as_model_error(f"{name}: cannot use its config.json"), quiet_libraries():
         config = read_causal_config(source.path, raw, name, options)
     checked = time.perf_counter()
     # Before the weights: a missing tokenizer then shows in milliseconds, not after a long read.
@@ -114,7 +122,7 @@ def _check_folder(folder: Path, name: str) -> None:
     options = LoadOptions(offline=True)
     raw = read_config(folder, name)
     weights: Weights = find_weights(folder, name)
-    with failing_as_model_error(name), quiet_libraries():
+    with failing_as_model_error(f"{name}: cannot use its config.json"), quiet_libraries():
         config = read_causal_config(folder, raw, name, options)
     load_tokenizer(folder, name, options)
     dtype = checkpoint_dtype(config, weights.dtype)
@@ -130,7 +138,7 @@ def _read_weights(
     """
     from transformers import AutoModelForCausalLM
 
-    with failing_as_model_error(name), quiet_libraries():
+    with failing_as_model_error(f"{name}: cannot load the model"), quiet_libraries():
         model, info = AutoModelForCausalLM.from_pretrained(
             str(folder),
             config=config,
@@ -142,7 +150,7 @@ def _read_weights(
             local_files_only=options.offline or not options.trust_remote_code,
             **spread_arguments(options.spread, config, name),
         )
-    _require_complete(info, name)
+    _require_complete(info, model, name)
     return model
 
 
@@ -157,11 +165,11 @@ def _read_in(model: PreTrainedModel) -> None:
             parameter.data.view(-1)[:: page // parameter.element_size()].sum()
 
 
-def _require_complete(info: dict[str, Any], name: str) -> None:
-    """Raise ModelError when weights are missing or have the wrong shape.
+def _require_complete(info: dict[str, Any], model: PreTrainedModel, name: str) -> None:
+    """Raise ModelError when weights are missing, have the wrong shape, or are of further layers.
 
-    transformers fills those with random numbers and goes on. Keys that a model ties to others it
-    does not list.
+    transformers fills the first two with random numbers and goes on. Keys that a model ties to
+    others it does not list.
     """
     mismatched = sorted(str(entry[0]) for entry in info.get("mismatched_keys") or ())
     missing = sorted(str(key) for key in info.get("missing_keys") or ())
@@ -173,6 +181,8 @@ def _require_complete(info: dict[str, Any], name: str) -> None:
                 "so it does not fit its config.json"
             )
     unused = sorted(str(key) for key in info.get("unexpected_keys") or ())
+    if beyond := _of_further_layers(unused, model):
+        raise ModelError(f"{name}: its files hold {beyond}, and its config.json has fewer layers")
     if unused:
         logger.warning(
             "%s: its files hold %d tensors that its config.json has no place for, such as %s",
@@ -180,3 +190,17 @@ def _require_complete(info: dict[str, Any], name: str) -> None:
         )
     if info.get("error_msgs"):
         raise ModelError(f"{name}: {info['error_msgs'][0]}")
+
+
+def _of_further_layers(unused: list[str], model: PreTrainedModel) -> str | None:
+    """The first unused tensor that is a layer's of the model in all but the layer's number."""
+    decoder = decoder_config(model.config)
+    # Layers that predict further tokens are stored behind the others, and are not needed.
+    further = getattr(decoder, "num_nextn_predict_layers", 0) or 0
+    layers = int(decoder.num_hidden_layers) + further
+    known = model.state_dict().keys() if unused else ()
+    for key in unused:
+        found = _LAYER.search(key)
+        if found and int(found[1]) >= layers and _LAYER.sub(".0.", key, count=1) in known:
+            return key
+    return None

@@ -37,11 +37,19 @@ def load_tokenizer(folder: Path, name: str, options: LoadOptions) -> PreTrainedT
     from transformers import AutoTokenizer
 
     with failing_as_model_error(f"{name}: cannot read the tokenizer"), quiet_libraries():
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(folder),
-            trust_remote_code=options.trust_remote_code,
-            local_files_only=options.offline or not options.trust_remote_code,
-        )
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(folder),
+                trust_remote_code=options.trust_remote_code,
+                local_files_only=options.offline or not options.trust_remote_code,
+            )
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise ModelError(
+                f"{name}: its tokenizer needs Python code from its own repository; "
+                "read that code, then pass --trust-remote-code to run it"
+            ) from error
     if len(tokenizer) == 0:
         raise ModelError(f"{name}: the tokenizer has no vocabulary")
     return tokenizer

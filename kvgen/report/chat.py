@@ -39,8 +39,9 @@ def turn_lines(record: TurnRecord) -> list[str]:
         f"{parts}{saved}; TTFT {seconds_text(record.ttft_s)}, {record.new_tokens:,} new{rate}; "
         f"context {_context(record)}"
     )
-    if receipt.why_fewer is not None:
-        lines.append(f"not reused: {receipt.why_fewer}")
+    whys = [why for why in (record.why_no_further, receipt.why_fewer) if why is not None]
+    if whys:
+        lines.append("not more: " + "; ".join(whys))
     full = record.context_tokens == record.context_limit
     if record.ending == "length":
         lines.append("cut: the context is full" if full else "cut: as many tokens as allowed (-n)")

@@ -46,7 +46,7 @@ def _read(reuse: Reuse) -> str:
 
 def _written(kept: Kept) -> str:
     if kept.bytes is None or kept.write_s is None:
-        return f"not written: {kept.why_not}"
+        return f"not written: {kept.error or kept.why_not}"
     line = f"written: {kept.tokens:,} tokens, {bytes_text(kept.bytes)} in "
     line += seconds_text(kept.write_s)
     if kept.snapshot:

@@ -39,11 +39,27 @@ def read_comparison(path: Path) -> Comparison:
         )
     try:
         record: Comparison = _built(Comparison, document)
-        if not record.contestants:
-            raise ValueError("contestants is empty")
+        _check_whole(record)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{path} is not a whole {SCHEMA} document: {error}") from error
     return record
+
+
+def _check_whole(record: Comparison) -> None:
+    """Raise ``ValueError`` for lists that are empty or do not belong together."""
+    names = [facts.name for facts in record.contestants]
+    if not names or not record.depths:
+        raise ValueError("contestants and depths may not be empty")
+    if record.complete and [row.depth for row in record.rows] != record.depths:
+        raise ValueError("it is complete, but its rows are not those of its depths")
+    for row in record.rows:
+        if [item.contestant for item in row.results] != names:
+            raise ValueError(f"the results at depth {row.depth} are not those of its contestants")
+        if not row.context_ids or not 1 <= len(row.new_ids) == record.new_tokens:
+            raise ValueError(f"the tokens at depth {row.depth} are missing or too many")
+        short = [item for item in row.results if len(item.step_s) != len(row.new_ids)]
+        if record.complete and short:
+            raise ValueError(f"{short[0].contestant} lacks steps at depth {row.depth}")
 
 
 def _built(kind: Any, value: Any, where: str = "") -> Any:
@@ -55,7 +71,7 @@ def _built(kind: Any, value: Any, where: str = "") -> Any:
     if is_dataclass(kind):
         hints = get_type_hints(kind)
         if not isinstance(value, dict):
-            raise TypeError(f"{where or 'the document'} must be an object")
+            raise TypeError(f"{where.rstrip('.') or 'the document'} must be an object")
         given = [field for field in fields(kind) if field.name in value]
         # What may be null may be absent: documents of earlier releases lack what came later.
         absent = [f.name for f in fields(kind) if f not in given and f.default is not None]

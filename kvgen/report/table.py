@@ -61,6 +61,10 @@ def _header(record: Generation) -> list[str]:
         second += ", no KV cache"
     else:
         second += f", {bytes_text(model.kv_bytes_per_token)} of KV cache per token"
+        last = record.steps[-1] if record.steps else None
+        # Stored more compactly only when a block is full.
+        if last and last.kv_bytes_used > last.cached_tokens * model.kv_bytes_per_token:
+            second += " in the long run"
     receipt = receipt_lines(record.reuse, record.kept) if record.reuse else []
     return [first, second, *receipt]
 
