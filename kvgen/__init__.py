@@ -22,7 +22,10 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from kvgen.cache.adapter import TransformersCache, specs_for
+    from kvgen.cache.disk import open_cache_file
+    from kvgen.cache.fingerprint import Fingerprint, fingerprint
     from kvgen.cache.manager import KVCache
+    from kvgen.cache.saving import load_cache, save_cache
     from kvgen.cache.shapes import specs_from_config
     from kvgen.cache.spec import LayerSpec
     from kvgen.engine.decoder import Decoder
@@ -41,7 +44,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "kvgen.cache.adapter": ("TransformersCache", "specs_for"),
+    "kvgen.cache.disk": ("open_cache_file",),
+    "kvgen.cache.fingerprint": ("Fingerprint", "fingerprint"),
     "kvgen.cache.manager": ("KVCache",),
+    "kvgen.cache.saving": ("load_cache", "save_cache"),
     "kvgen.cache.shapes": ("specs_from_config",),
     "kvgen.cache.spec": ("LayerSpec",),
     "kvgen.engine.decoder": ("Decoder",),
@@ -64,6 +70,7 @@ __all__ = [
     "BatchOptions",
     "BatchRun",
     "Decoder",
+    "Fingerprint",
     "Forward",
     "Generation",
     "GenerationOptions",
@@ -80,7 +87,11 @@ __all__ = [
     "SamplingOptions",
     "TransformersCache",
     "Verifier",
+    "fingerprint",
+    "load_cache",
     "load_model",
+    "open_cache_file",
+    "save_cache",
     "specs_for",
     "specs_from_config",
 ]

@@ -22,6 +22,8 @@ class Place(NamedTuple):
     gguf: bytes
     result: Mapping[str, Any]
     """What ``kvgen compare`` saved."""
+    kept: bytes
+    """What ``kvgen cache save`` wrote."""
 
     def file(self, name: str, content: str | bytes) -> Path:
         """A file of that content."""

@@ -176,3 +176,71 @@ TOKENS = [
         _row(depth="x"),
     )
 ]
+
+
+def _kept(name: str, change: Callable[[bytes], bytes], says: str = "cache file") -> list[Case]:
+    """A kept prompt cache after ``change``, for every command that reads one."""
+
+    def lay(place: Place) -> Path:
+        return place.file("kept", change(place.kept))
+
+    lines = (
+        "cache show $F",
+        "cache verify $F -m $M -q",
+        "generate Time -m $M -n 1 -q --prompt-cache $F",
+        "cache save Time $F -m $M -q",
+    )
+    return [Case(line, 2, says, lay, f"kept cache {name}, {line[:12]}") for line in lines]
+
+
+def _flipped(at: int) -> Callable[[bytes], bytes]:
+    return lambda whole: whole[:at] + bytes([whole[at] ^ 1]) + whole[at:][1:]
+
+
+KEPT = [
+    *_kept("of nothing", lambda _: b"", "kept"),
+    *_kept("of other bytes", lambda _: b"junk" * 100, "kept"),
+    *_kept("that is a web page", lambda _: b"<html>not found</html>", "kept"),
+    *_kept("cut at 4", lambda whole: whole[:4], "kept"),
+    *_kept("cut in its header", lambda whole: whole[:200], "kept"),
+    *_kept("cut at its end", lambda whole: whole[:-1], "kept"),
+    *_kept("with a number changed in its header", _flipped(300), "kept"),
+    Case("cache show nowhere", 2, "nowhere"),
+    Case("cache verify nowhere -m $M", 2, "nowhere"),
+    Case("cache show /", 2, "/"),
+    Case("generate x -m $M --prompt-cache nowhere --prompt-cache-ro", 2, "nowhere"),
+    Case("generate x -m $M --prompt-cache-ro", 2, "give both"),
+    Case("generate x -m $M --no-cache --prompt-cache k", 2, "leave out --no-cache"),
+    Case("batch nowhere -m $M", 2, "nowhere"),
+    Case("batch / -m $M", 2, "cannot read /"),
+    Case("batch $F -m $M", 4, "holds no prompts", lambda p: p.file("p", ""), "empty batch"),
+    Case("batch $M/config.json -m $M -b 0", 2, "--batch-size"),
+    Case("batch $M/config.json -m $M --resume", 2, "name it with --output"),
+    Case("batch $M/config.json -m $M --prefix-budget x", 2, "expected a size"),
+    Case("batch $M/config.json -m $M --stop ''", 2, "--stop needs text"),
+]
+
+REQUESTS = [
+    ("{", "is not JSON"),
+    ("nonsense", "is not JSON"),
+    ("\udcff", "is not UTF-8"),
+    ("[]", "is no JSON object"),
+    ("5", "is no JSON object"),
+    ("{}", "needs a prompt or messages"),
+    ('{"prompt": "x", "messages": [{"role": "user", "content": "x"}]}', "and not both"),
+    ('{"prompt": 5}', "prompt = 5, which is not text"),
+    ('{"prompt": ""}', "the prompt is empty"),
+    ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
+    ('{"promt": "x"}', "the nearest is 'prompt'"),
+    ('{"prompt": "x", "id": true}', "id = True, which is not"),
+    ('{"prompt": "x", "max_new_tokens": 0}', "less than 1 new token"),
+    ('{"prompt": "x", "max_new_tokens": "many"}', "max_new_tokens = 'many', which is not"),
+    ('{"prompt": "x", "max_new_tokens": 128}', "at most 127 new tokens"),
+    ('{"prompt": "x", "seed": -1}', "has a seed"),
+    ('{"prompt": "x", "stop": 5}', "neither text nor a list"),
+    ('{"prompt": "x", "stop": ""}', "has an empty stop"),
+    ('{"prompt": "x", "chat": 1}', "not true or false"),
+    ('{"prompt": "x", "chat": true}', "no chat template"),
+    ('{"messages": []}', "has messages that are not a list"),
+    ('{"messages": [{"role": "user"}]}', "has messages that are not a list"),
+]

@@ -121,6 +121,12 @@ explain x -m $M --layer 2 | 2 | layers 0 to 1
 explain x -m $M -o a --html a | 2 | name two
 verify a -m b | 2 | two models are named
 verify $M -f csv | 2 | --format
+chat -m $M | 2 | no chat template
+chat -m $M -n 0 | 2 | --max-new-tokens
+chat -m $M --cache nope | 2 | unknown cache
+chat -m $M --stop '' | 2 | --stop needs text
+generate x -m $M --parallel some | 2 | --parallel
+generate x -m $M --parallel tensor --device-map auto | 2 | exclude each other
 size $M --context 0 | 2 | --context 0
 size $M --context 4g | 2 | --context 4g
 size $M --context 4k,,5 | 2 | --context 4k,,5

@@ -125,7 +125,8 @@ def test_every_check_holds_with_products_alone(
 ) -> None:
     monkeypatch.setattr(attention, "_MANY_KEYS", 1)
     ids = list(range(5, 5 + 3 * WINDOW))
-    verifier = Verifier(tiny_model(model_type), ids, 4, FLOAT32, step=16, attention="kvgen")
+    model = tiny_model(model_type)
+    verifier = Verifier(model, ids, 4, FLOAT32, step=16, forward=Forward(model, "kvgen"))
     assert [one for one in verifier.outcomes() if one.status == "fail"] == []
 
 

@@ -17,6 +17,7 @@ from oracle import decoder, new_cache, steps
 from kvgen.cache.adapter import TransformersCache
 from kvgen.cache.manager import KVCache
 from kvgen.cache.prefix_plan import PrefixPlan
+from kvgen.cache.prefix_spans import PrefixSpans
 from kvgen.cache.spec import FULL, SLIDING, LayerSpec
 from kvgen.cache.trie import common_prefix
 from kvgen.engine.batch import Row, RowBatch
@@ -148,7 +149,8 @@ def test_a_thousand_prompts_compute_their_common_instruction_once() -> None:
     assert minimum < 500 + 1000 * 3
     assert batch.summary.computed_tokens == minimum == forwarded
     assert sum(r.receipt.computed for r in results) == minimum
-    assert len(batch._stored) == 0  # whoever was last let go of it
+    assert batch.summary.kv_bytes_peak < 20_000_000  # the instruction is there once
+    assert batch._stored.bytes_allocated == 0  # whoever was last let go of it
 
 
 @pytest.mark.parametrize("longest", [20, 40])
@@ -171,9 +173,12 @@ def test_without_sharing_every_prompt_is_forwarded_whole() -> None:
     assert shared.summary.computed_tokens < plain.summary.computed_tokens
 
 
-@pytest.mark.parametrize("budget", [0, 30_000])
-def test_prefixes_beyond_the_budget_are_computed_again(budget: int) -> None:
-    loaded, wanted = loaded_tiny("gemma3_text"), requests()
+@pytest.mark.parametrize(
+    ("model_type", "budget"),
+    [("gemma3_text", 0), ("gemma3_text", 30_000), ("llama", 0), ("llama", 3_000)],
+)
+def test_prefixes_beyond_the_budget_are_computed_again(model_type: str, budget: int) -> None:
+    loaded, wanted = loaded_tiny(model_type), requests()
     batch, results = run(loaded, wanted, prefix_budget=budget, cache="step:16")
     assert batch.summary.computed_tokens > least([loaded.tokenizer(r.prompt) for r in wanted])
     assert [r.new_ids for r in results] == [alone(loaded, r) for r in wanted]
@@ -275,6 +280,47 @@ def test_the_plan_sets_in_where_the_longest_earlier_match_ends(given_: list[list
             held[tuple(prompt[:stop])] += 1
     assert not held
     assert plan.least_tokens == least([{"input_ids": prompt} for prompt in given_])
+
+
+@settings(max_examples=150, deadline=None)
+@given(stored=prompts, asked=prompts, dropped=st.sets(st.integers(0, 8)))
+def test_spans_give_the_longest_stored_prefix_and_hold_only_what_it_adds(
+    stored: list[list[int]], asked: list[list[int]], dropped: set[int]
+) -> None:
+    spans = PrefixSpans(full([]))
+    for ids in sorted(stored, key=len):
+        spans.add(ids, full(ids))
+    gone = [stored[index] for index in dropped if index < len(stored)]
+    for ids in gone:
+        spans.drop(ids)
+    left = [ids for ids in stored if ids not in gone]
+    assert len(spans) == len({tuple(ids) for ids in left})
+    for prompt in asked:
+        cache, receipt = spans.take(prompt)
+        best = max((len(ids) for ids in left if prompt[: len(ids)] == ids), default=0)
+        assert receipt.reused >= min(best, len(prompt) - 1)
+        held = keys_of(cache, 0)[0, 0, :, 0].int().tolist() if cache else []
+        assert held == prompt[: receipt.reused]
+    if not gone:
+        distinct = {tuple(ids) for ids in stored}
+        before = [
+            max((len(one) for one in distinct if one != ids and one == ids[: len(one)]), default=0)
+            for ids in distinct
+        ]
+        assert spans.bytes_allocated == 16 * (sum(map(len, distinct)) - sum(before))
+    for ids in stored:
+        spans.drop(ids)
+    assert spans.bytes_allocated == len(spans) == 0
+
+
+def full(ids: list[int]) -> KVCache:
+    """A cache of one full-attention layer whose pairs are the ids; 16 bytes per token."""
+    cache = KVCache([LayerSpec(FULL, 1, 2, 2)], step=4)
+    for token in ids:
+        pair = torch.full((1, 1, 1, 2), float(token))
+        cache.layers[0].pairs.update(pair, pair)  # type: ignore[union-attr]
+        cache.advance(1)
+    return cache
 
 
 class Ids:

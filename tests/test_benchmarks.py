@@ -37,3 +37,14 @@ def test_starting_is_timed() -> None:
     found = re.search(r"([\d.]+) s of process time \(median of 2", run("bench-startup", "2"))
     assert found
     assert float(found[1]) > 0
+
+
+def test_a_long_run_is_watched() -> None:
+    sizes = ("--tokens", "500", "--requests", "40")
+    script = [sys.executable, str(SCRIPTS / "soak"), *sizes]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120, cwd="/")
+    assert done.returncode in (0, 1), done.stderr  # the other is about this machine's memory now
+    caches = re.findall(r"^ +[\d,]+ +[\d.]+ MiB +(\d+) KiB", done.stdout, re.MULTILINE)
+    assert len(caches) == 20
+    assert len(set(caches[:10])) == 1  # a window's cache grows no more
+    assert done.stdout.count("bytes more for each of the") == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from conftest import Cli
 
 from kvgen.engine.batch import RowBatch
+from kvgen.errors import ModelError
 from kvgen.report.document import schema
 
 START = "It was a bright cold day in April"
@@ -153,6 +155,29 @@ def test_what_cannot_be_meant_is_one_line(
     assert (done.returncode, done.stdout) == (code, "")
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_error_midway_keeps_the_rows_that_are_finished(
+    cli: Cli, tiny_folder: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("batch", prompts, "-m", tiny_folder, "-b", "4", "--ignore-eos")
+    whole = lasting(cli(*command).stdout)
+    step, left = RowBatch.step, 9
+
+    def broken(batch: RowBatch) -> list[int]:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise ModelError("the model's logits are not finite numbers")
+        return step(batch)
+
+    monkeypatch.setattr(RowBatch, "step", broken)
+    done = cli(*command)
+    assert done.returncode == 3
+    assert done.stderr.splitlines()[-1] == "kvgen: the model's logits are not finite numbers"
+    kept = lasting(done.stdout)
+    assert 0 < len(kept) < 10
+    assert kept == [line for line in whole if line in kept]
 
 
 def test_a_file_that_is_not_there_is_named(cli: Cli, tmp_path: Path) -> None:
@@ -292,3 +317,34 @@ def test_a_real_ctrl_c_ends_with_130_and_whole_lines(tiny_folder: Path, tmp_path
     assert running.returncode == 130
     assert b"Traceback" not in stderr
     assert 0 < len(results(out.read_text("utf-8"))) < 400
+
+
+DOCS = (Path(__file__).parent.parent / "docs" / "batch.md").read_text("utf-8")
+
+
+@pytest.mark.real
+def test_the_documentation_runs_as_it_stands(tmp_path: Path, capfd: Any) -> None:
+    (script,) = re.findall(r"```sh\n(.*?)```", DOCS, re.DOTALL)
+    (tmp_path / "kvgen").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m kvgen "$@"\n', "utf-8")
+    (tmp_path / "kvgen").chmod(0o755)
+    modules = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    environment = os.environ | {"PATH": path, "PYTHONPATH": modules}
+    subprocess.run(["sh", "-ec", script], cwd=tmp_path, env=environment, check=True, timeout=120)
+    captured = DOCS.split("```text\n", 1)[1].split("```", 1)[0].splitlines()
+    assert captured[2] in capfd.readouterr().err.splitlines()
+    lines = results((tmp_path / "answers.jsonl").read_text("utf-8"))
+    assert [line["id"] for line in lines] == ["arrow", "fruit", "hello"]
+
+
+@pytest.mark.real
+def test_the_documented_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+    exec(compile(example, "batch.md", "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) >= 4
+
+
+def test_every_field_of_a_line_is_documented() -> None:
+    from kvgen.measure.requests import _FIELDS
+
+    assert all(f"`{name}`" in DOCS for name in _FIELDS)

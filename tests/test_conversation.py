@@ -228,6 +228,9 @@ class Halves:
 def test_half_a_character_is_never_taken_for_another() -> None:
     euro, cent = list("€".encode()), list("¢".encode())
     assert splice(Halves(), euro[:1], cent) == cent
+    assert splice(Halves(), cent[:1], [*cent, *b"x"]) == [*cent, *b"x"]
+    lost = list("\ufffd".encode())
+    assert splice(Halves(), [*b"a", *euro[:2]], [*b"a", *lost, *b"b"]) == [*b"a", *euro[:2], *b"b"]
     assert splice(Halves(), [*b"a", *euro], [*b"a", *euro, *b"b"]) == [*b"a", *euro, *b"b"]
     assert splice(Halves(), [0x80, *b"x"], [*"\ufffd".encode(), *b"xy"]) == [0x80, *b"xy"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from conftest import Cli
 from malformed import Case, Place
-from malformed_files import GGUFS, RESULTS, TOKENS
+from malformed_files import GGUFS, KEPT, REQUESTS, RESULTS, TOKENS
 from malformed_lines import LINES, PROFILES, PROMPTS
 from malformed_models import CONFIGS, TOKENIZERS, WEIGHTS_CASES
 from models_gguf import GGUF_VOCAB, write_tiny_gguf
@@ -21,7 +21,7 @@ from tiny import save_tiny_llama
 
 CASES = [
     *(*LINES, *PROMPTS, *PROFILES, *CONFIGS, *WEIGHTS_CASES, *TOKENIZERS),
-    *(*GGUFS, *RESULTS, *TOKENS),
+    *(*GGUFS, *RESULTS, *TOKENS, *KEPT),
 ]
 
 
@@ -43,12 +43,22 @@ def result(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return dict(json.loads(file.read_text("utf-8")))
 
 
+@pytest.fixture(scope="module")
+def kept(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    from kvgen.cli.main import run
+
+    file = tmp_path_factory.mktemp("kept") / "kept"
+    assert run(["cache", "save", "Time", str(file), "-m", str(tiny_folder), "-q"]) == 0
+    return file.read_bytes()
+
+
 @pytest.fixture
 def place(
     tmp_path: Path,
     tiny_folder: Path,
     gguf: bytes,
     result: dict[str, Any],
+    kept: bytes,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> Place:
@@ -56,7 +66,7 @@ def place(
     monkeypatch.setenv("KVGEN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()  # what making the model printed
-    return Place(tmp_path, tiny_folder, gguf, result)
+    return Place(tmp_path, tiny_folder, gguf, result, kept)
 
 
 def everything(folder: Path) -> dict[str, bytes]:
@@ -86,6 +96,21 @@ def test_a_malformed_input_is_one_line_and_leaves_nothing(
     assert "internal error" not in done.stderr
     assert "Traceback" not in done.stderr
     assert everything(place.root) == before
+
+
+@pytest.mark.parametrize(("request_line", "says"), REQUESTS, ids=[one[0] for one in REQUESTS])
+def test_a_malformed_request_is_named_by_its_line_and_the_others_are_served(
+    request_line: str, says: str, place: Place, cli: Cli
+) -> None:
+    good = '{"id": "good", "prompt": "x", "max_new_tokens": 1}'
+    file = place.file("p.jsonl", f"{request_line}\n{good}\n".encode("utf-8", "surrogateescape"))
+    done = cli("batch", file, "-m", place.tiny, "-q", "-b", "1")
+    first, last = done.stderr.splitlines()
+    assert done.returncode == 4
+    assert first.startswith(f"kvgen: {file}:1: ")
+    assert says in first
+    assert last == "kvgen: 1 line was skipped; all others are done"
+    assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == ["good"]
 
 
 def test_the_tables_hold_at_least_120_cases_of_different_names() -> None:

@@ -16,6 +16,7 @@ import torch
 from conftest import Cli
 from launch import Group
 from tiny import save_tiny_llama
+from transformers.distributed import DistributedConfig
 
 from kvgen.cache.settings import Settings
 from kvgen.cache.shares import share_of
@@ -25,6 +26,8 @@ from kvgen.models import LoadedModel
 from kvgen.report.document import schema
 
 LAYERS, HIDDEN, VOCABULARY = 2, 32, 258
+# Earlier releases keep embedding and output whole on every rank.
+SHARES_TABLES = "tp_plan" in DistributedConfig.__dataclass_fields__
 TENSOR = ("--parallel", "tensor", "--dtype", "float32")
 
 
@@ -72,9 +75,9 @@ def test_two_ranks_sample_what_one_process_samples(cli: Cli, folder: Path, tmp_p
     assert ranks["kv_bytes_formula"] == whole // 2 == document["kv_bytes_formula"]
     # Norms are whole on every rank, and so are rotary frequencies, kept twice for heads of 8.
     twice = (2 * LAYERS + 1) * HIDDEN * 4 + 2 * 4 * 4
-    table = VOCABULARY * HIDDEN * 4 // 2  # earlier releases kept the embedding whole as well
-    extra = sum(ranks["weight_bytes"]) - alone["model"]["weight_bytes"]
-    assert extra - twice in (0, 2 * table)
+    if not SHARES_TABLES:
+        twice += 2 * VOCABULARY * HIDDEN * 4
+    assert sum(ranks["weight_bytes"]) == alone["model"]["weight_bytes"] + twice
 
     held = document["steps"][-1]["cached_tokens"]
     size = cli("size", folder, "--ranks", "2", "--context", held, "-f", "json")
@@ -94,10 +97,11 @@ def test_compare_says_what_went_to_communication(folder: Path) -> None:
     assert generate["communication"] is None
     found = kvgen["communication"]
     assert 0 < found["share"] < 1
-    # Two sums per layer and one for the embedding, where that is shared out; then the logits.
-    sums = found["collectives"] - 1
-    assert sums in (2 * LAYERS, 2 * LAYERS + 1)
-    assert found["wire_bytes"] == sums * HIDDEN * 4 + VOCABULARY // 2 * 4
+    # Two sums per layer; where tables are shared out, one for the embedding, then all logits.
+    assert found["collectives"] == 2 * LAYERS + (2 if SHARES_TABLES else 0)
+    sums = 2 * LAYERS + SHARES_TABLES
+    logits = VOCABULARY // 2 if SHARES_TABLES else 0
+    assert found["wire_bytes"] == (sums * HIDDEN + logits) * 4
     assert document["ranks"]["kv_bytes_used"] == [kvgen["kv_bytes_peak"]] * 2
 
 
@@ -199,6 +203,17 @@ def test_only_pairs_are_shared_out() -> None:
         share_of([plain], Settings({}), 3)
     with pytest.raises(UsageError, match="9 query heads"):
         share_of([plain], Settings({"num_attention_heads": 9}), 8)
+
+
+def test_the_plan_in_the_documentation_is_what_size_says(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).resolve().parent.parent
+    monkeypatch.chdir(root)
+    page = (root / "docs" / "scaling.md").read_text("utf-8")
+    line = page.split("```sh\nkvgen size ", 1)[1].split("\n", 1)[0]
+    shown = page.split("```text\nconfigs", 1)[1].split("```", 1)[0]
+    assert cli("size", *line.split()).stdout.startswith(f"configs{shown}")
 
 
 def test_tensor_parallel_on_cuda(folder: Path) -> None:

@@ -63,7 +63,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The speeds that measuring would find, taken from the front."""
     speeds = [11e9, 22e9, 33e9]
     monkeypatch.setattr(roofline, "_probe", lambda _device: speeds.pop(0))
-    monkeypatch.setattr(roofline, "load_average", lambda: 0.0)
+    monkeypatch.setattr(roofline, "is_busy", lambda: False)
     return speeds
 
 
@@ -71,7 +71,7 @@ def test_what_was_measured_beside_other_work_is_not_remembered(
     probes: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(roofline, "load_average", lambda: 99.0)
+        patch.setattr(roofline, "is_busy", lambda: True)
         assert measured_bandwidth(CPU, 2, tmp_path) == 11e9
     assert measured_bandwidth(CPU, 2, tmp_path) == 22e9
     assert measured_bandwidth(CPU, 2, tmp_path) == 22e9

@@ -11,6 +11,7 @@ import pytest
 from clocks import FakeClock
 from tiny import byte_alphabet
 
+from kvgen.cache.disk import open_cache_file
 from kvgen.engine.prompt import encode
 from kvgen.engine.sampling import Sampler
 from kvgen.engine.text import IncrementalText
@@ -106,6 +107,25 @@ def test_the_times_are_those_worked_out_by_hand(tiny: LoadedModel, clock: FakeCl
     # Without a cache step i forwards 4 + i tokens: 0.04 + 0.05 + 0.06 + 0.07 + 0.08.
     assert [s.recompute_s for s in record.steps] == pytest.approx([0.04, 0.05, 0.06, 0.07, 0.08])
     assert totals.recompute_s == pytest.approx(0.30)
+
+
+def test_what_a_file_saves_is_what_its_tokens_took_when_they_were_computed(
+    tiny: LoadedModel, clock: FakeClock, tmp_path: Path
+) -> None:
+    file = tmp_path / "kept"
+    finished(tiny, clock, 3, prompt_cache=file)
+    _, record = finished(tiny, clock, 1, prompt="Time flies", prompt_cache=file)
+    assert record.reuse is not None
+    assert (record.reuse.matched, record.reuse.reused, record.reuse.computed) == (4, 4, 6)
+    assert record.reuse.saved_s == pytest.approx(0.04)
+    assert record.totals is not None
+    assert record.totals.prefill_s == pytest.approx(0.06)
+    assert record.totals.ttft_s == pytest.approx(0.56)
+    # 4 tokens at the old rate and 6 at the new one; decoding was not counted.
+    assert open_cache_file(file).header.seconds == pytest.approx(0.10)
+    # The rate of 10 tokens says little of 21.
+    finished(tiny, clock, 12, prompt="Time flies", prompt_cache=file)
+    assert open_cache_file(file).header.seconds is None
 
 
 def test_one_token_has_no_time_per_output_token(tiny: LoadedModel, clock: FakeClock) -> None:

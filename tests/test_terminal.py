@@ -11,10 +11,12 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Sequence
 from fcntl import ioctl
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pyte
 import pytest
 from tiny import byte_alphabet
 
@@ -65,9 +67,15 @@ NEW = str(len(EVIL.encode()))
 
 
 def on_terminal(
-    line: list[str], env: dict[str, str], *, columns: int = 80, typed: bytes = b"", after: str = ""
+    line: list[str],
+    env: dict[str, str],
+    *,
+    columns: int = 80,
+    script: Sequence[tuple[str, bytes]] = (),
 ) -> Terminal:
-    """Run on a terminal of its own; ``typed`` is typed once ``after`` stands on the screen."""
+    """Run on a terminal of its own; of ``script``, each second part is typed once the first stands
+    on the screen, after what had been seen before.
+    """
     ours, theirs = pty.openpty()
     ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
@@ -80,6 +88,7 @@ def on_terminal(
     ) as process:
         os.close(theirs)
         drawn, end = b"", time.monotonic() + 120
+        steps, seen = list(script), 0
         while time.monotonic() < end:
             if not select.select([ours], [], [], 0.1)[0]:
                 continue
@@ -90,9 +99,11 @@ def on_terminal(
             if not part:
                 break
             drawn += part
-            if typed and after in drawn.decode("utf-8", "replace"):
+            while steps and (at := drawn.find(steps[0][0].encode(), seen)) >= 0:
+                after, typed = steps.pop(0)
+                seen = at + len(after.encode())
+                time.sleep(0.3)  # a signal just before line editing waits for a key is lost on it
                 os.write(ours, typed)
-                typed = b""
         else:
             process.kill()
         returncode = process.wait()
@@ -109,6 +120,53 @@ def test_escape_sequences_of_a_model_are_spelled_out_on_a_terminal(
     assert done.screen == (
         r"a\x1b[31mred\x1b]52;c;ZXZpbA==\x07\rb\x9b2J[bold]c[/bold]" + "\r\n\tend\r\n"
     )
+
+
+class Watched(pyte.Screen):
+    """A terminal's screen that notes what acts on more than its letters."""
+
+    def __init__(self, columns: int = 80, lines: int = 24) -> None:
+        self.acts: list[str] = []
+        super().__init__(columns, lines)
+        self.acts.clear()  # it sets itself up
+
+    def set_title(self, param: str) -> None:
+        self.acts.append(f"title {param}")
+
+    def set_icon_name(self, param: str) -> None:
+        self.acts.append(f"icon {param}")
+
+    def erase_in_display(self, how: int = 0, *args: Any, **kwargs: Any) -> None:
+        self.acts.append(f"erase {how}")
+
+    def cursor_position(self, line: int | None = None, column: int | None = None) -> None:
+        self.acts.append("cursor")
+
+    def bell(self, *args: Any) -> None:
+        self.acts.append("bell")
+
+    def select_graphic_rendition(self, *attributes: int, **kwargs: Any) -> None:
+        self.acts.append(f"colour {attributes}")
+
+
+def emulated(drawn: str) -> Watched:
+    """What a terminal makes of it. Of OSC 52 pyte knows nothing, so it is looked for by itself."""
+    screen = Watched()
+    pyte.Stream(screen).feed(drawn)
+    return screen
+
+
+def test_on_an_emulated_terminal_a_models_text_acts_on_nothing(
+    tiny_folder: Path, evil: Path
+) -> None:
+    done = on_terminal(command(tiny_folder, "-n", NEW, "--quiet"), environment(evil))
+    screen = emulated(done.screen)
+    assert screen.acts == []
+    assert "\x1b]52" not in done.screen
+    assert screen.display[0].startswith(r"a\x1b[31mred\x1b]52;c;ZXZpbA==\x07\rb\x9b2J[bold]c")
+    assert screen.display[1].strip() == "end"
+    # The same text acts where nothing keeps it from acting.
+    assert {act.split()[0] for act in emulated(EVIL).acts} >= {"colour", "erase"}
 
 
 def test_a_pipe_gets_the_text_as_it_is(tiny_folder: Path, evil: Path) -> None:
@@ -144,7 +202,7 @@ def test_a_dumb_terminal_gets_no_escape_sequence(tiny_folder: Path, evil: Path) 
 def test_ctrl_c_on_the_keyboard_keeps_the_text_and_exits_130(tiny_folder: Path, evil: Path) -> None:
     env = environment(evil, SLOW_STEPS="0.05", TERM="dumb")
     line = command(tiny_folder, "-n", "120")
-    done = on_terminal(line, env, typed=b"\x03", after="red")
+    done = on_terminal(line, env, script=[("red", b"\x03")])
     assert done.returncode == 130
     assert r"a\x1b[31mred" in done.screen
     assert "interrupted: nothing was recomputed" in done.screen

@@ -133,3 +133,32 @@ def test_text_that_begins_a_stop_string_is_held_until_it_cannot_be_one() -> None
     assert finder.push("\n") == ""
     assert finder.push("\nthree") == ""
     assert finder.found == "\n\n"
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    text=st.lists(
+        st.sampled_from(["a", "b", " ", "é", "👩‍👩‍👧", "\ufffd", "\n"]), min_size=1, max_size=9
+    ),
+    stop=st.lists(
+        st.sampled_from(["a", "b", "é", "👧", "\u200d", "\ufffd"]), min_size=1, max_size=3
+    ),
+)
+def test_a_stop_string_is_found_across_tokens_and_characters(
+    text: list[str], stop: list[str]
+) -> None:
+    """Whole: ids to text, and text to what is shown, as a generation does it."""
+    whole, ending = "".join(text), "".join(stop)
+    shown, found = stopped([ending], stream(byte_level(), byte_ids("x"), byte_ids(whole)))
+    assert (found == ending) == (ending in whole)
+    assert shown == whole.partition(ending)[0]
+
+
+@settings(max_examples=150, deadline=None)
+@given(ids=st.lists(st.integers(0, 266), max_size=20), stop=st.sampled_from([" world", "é", "a"]))
+def test_a_stop_string_is_found_in_what_sentencepiece_writes(ids: list[int], stop: str) -> None:
+    pieces = stream(sentencepiece(), [3, 2], ids)
+    whole = "".join(pieces)
+    shown, found = stopped([stop], pieces)
+    assert (found == stop) == (stop in whole)
+    assert shown == whole.partition(stop)[0]

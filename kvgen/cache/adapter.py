@@ -17,7 +17,6 @@ from typing import Any
 
 import transformers
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from kvgen.cache.layers import Layer
 from kvgen.cache.manager import KVCache
@@ -32,6 +31,15 @@ from kvgen.cache.spec import NOTHING, LayerSpec
 from kvgen.errors import ModelError, UsageError
 
 SUPPORTED = "5.5 or newer"
+
+try:
+    from transformers.cache_utils import Cache
+except ImportError as error:
+    raise ModelError(
+        f"transformers {transformers.__version__} has no cache that kvgen can take the place of; "
+        f"kvgen supports transformers {SUPPORTED}"
+    ) from error
+
 # Projections whose output holds keys, alone or with others.
 _MAKING_KEYS = {"k_proj", "qkv_proj", "query_key_value", "kv_b_proj"}
 # Models of earlier releases want the kept inputs alone back, and read states as attributes.

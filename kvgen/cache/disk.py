@@ -107,6 +107,15 @@ class CacheFile:
                 counts[int(entry.name.split(".")[1])] += entry.end - entry.begin
         return counts
 
+    def require(self, fingerprint: Fingerprint) -> None:
+        """Raises ``CacheFileError``, naming every difference, unless it was made with this."""
+        different = self.header.fingerprint.differences(fingerprint)
+        if different:
+            raise CacheFileError(
+                f"{self.path} was written by {self.header.model or 'another model'} with "
+                f"{'; '.join(different)}. It was left as it is; choose another file"
+            )
+
     def check(self) -> None:
         """Hold every byte against its checksum. Raises ``CacheFileError`` naming what differs."""
         self._check([*range(len(self.entries))])

@@ -36,10 +36,6 @@ class PrefixIndex:
         """Prefixes stored."""
         return len(self._by_age)
 
-    def __contains__(self, ids: Sequence[int]) -> bool:
-        """Whether the prefix ``ids`` is stored."""
-        return tuple(ids) in self._by_age
-
     def add(self, ids: Sequence[int], cache: KVCache, seconds: float | None = None) -> bool:
         """Store a copy of ``cache``, which holds ``ids``; ``seconds`` is what forwarding them took.
 
@@ -84,7 +80,9 @@ class PrefixIndex:
         return None, Receipt(len(prompt), matched, 0, refusal)
 
     def drop(self, ids: Sequence[int]) -> None:
-        """Forget the prefix ``ids``. Raises ``KeyError`` if it is not stored."""
-        entry = self._by_age.pop(tuple(ids))
+        """Forget the prefix ``ids``, if it is stored."""
+        entry = self._by_age.pop(tuple(ids), None)
+        if entry is None:
+            return
         self.bytes_allocated -= entry.cache.bytes_allocated
         self._trie.drop(entry.ids)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import inference_mode
+from torch import Tensor, inference_mode
 
 from kvgen.cache.layers import Layer
 from kvgen.cache.manager import KVCache
@@ -70,7 +70,7 @@ def drop_first(cache: KVCache, tokens: int) -> None:
 
 
 def goes_back(specs: Sequence[LayerSpec], policy: Policy) -> bool:
-    """Whether a cache holds each of its earlier states as well, as ``beginning`` needs it."""
+    """Whether a cache holds each of its earlier states as well, as ``lift`` needs it."""
     return all(
         isinstance(part, TokenSlots) and part.window is None
         for layer in policy.make(specs).layers
@@ -78,16 +78,19 @@ def goes_back(specs: Sequence[LayerSpec], policy: Policy) -> bool:
     )
 
 
-def beginning(cache: KVCache, tokens: int) -> KVCache:
-    """A copy of what a cache that ``goes_back`` held after its first ``tokens`` tokens."""
-    twin = KVCache(cache.specs, policy=cache.policy)
-    twin.position = tokens
-    for layer, source in zip(twin.layers, cache.layers, strict=True):
-        for part, old in zip(layer.parts, source.parts, strict=True):
-            assert isinstance(part, TokenSlots)
-            assert isinstance(old, TokenSlots)
-            part.update(*(view[:, :, :tokens] for view in old.views))
-    return twin
+def lift(cache: KVCache, first: int, last: int) -> list[list[Tensor]]:
+    """Copies of the slots from ``first`` to ``last`` of a cache that ``goes_back``, by part."""
+    slots = [part for layer in cache.layers for part in _parts(layer)]
+    return [[view[:, :, first:last].clone() for view in part.views] for part in slots]
+
+
+def lay(cache: KVCache, pairs: list[list[Tensor]], first: int, last: int) -> None:
+    """Append what was lifted, from its slot ``first`` to ``last``."""
+    slots = [part for layer in cache.layers for part in _parts(layer)]
+    with inference_mode():
+        for part, tensors in zip(slots, pairs, strict=True):
+            part.update(*(tensor[:, :, first:last] for tensor in tensors))
+    cache.position += last - first
 
 
 def _parts(layer: Layer) -> list[Any]:

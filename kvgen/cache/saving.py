@@ -44,12 +44,7 @@ def open_for(path: Path, fingerprint: Fingerprint) -> CacheFile:
     naming every difference.
     """
     file = open_cache_file(path)
-    different = file.header.fingerprint.differences(fingerprint)
-    if different:
-        raise CacheFileError(
-            f"{path} was written by {file.header.model or 'another model'} with "
-            f"{'; '.join(different)}. It was left as it is; choose another file"
-        )
+    file.require(fingerprint)
     return file
 
 

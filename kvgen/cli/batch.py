@@ -13,7 +13,7 @@ from kvgen.cli import options as shared
 from kvgen.cli import values
 from kvgen.cli.interrupts import preparing
 from kvgen.cli.options import option, use_threads
-from kvgen.errors import InputError, UsageError
+from kvgen.errors import InputError, KvgenError, UsageError
 from kvgen.report.units import visible
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def batch(
     dtype: shared.DtypeOption = shared.Dtype.auto,
     device: shared.DeviceOption = "auto",
     attention: shared.AttentionOption = shared.AttentionMode.auto,
+    tune: shared.TuneOption = shared.Tune.auto,
     threads: shared.ThreadsOption = None,
     load_format: shared.LoadFormatOption = shared.LoadFormat.auto,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
@@ -185,6 +186,7 @@ def batch(
             dtype=dtype.value,
             device=device,
             attention=attention.value,
+            tune=tune.value,
             trust_remote_code=trust_remote_code,
             offline=offline,
             load_format=load_format.value,
@@ -257,7 +259,8 @@ def _show(run: BatchRun, results: InOrder | ResultFile, quiet: bool) -> int:
     summary = run.summary
     out_of_memory: BaseException | None = None
     try:
-        with measuring(quiet) as progress:
+        # A bar and lines would write over each other on one terminal.
+        with measuring(quiet or results.on_terminal) as progress:
             progress("prompts", 0, run.total)
             for result in run.rows():
                 results.write(row_line(result))
@@ -269,12 +272,16 @@ def _show(run: BatchRun, results: InOrder | ResultFile, quiet: bool) -> int:
         if not is_out_of_memory(error):
             raise
         out_of_memory = error
+    except KvgenError:
+        with contextlib.suppress(KvgenError):
+            results.close()
+        raise
     results.close()
     if not quiet:
         with contextlib.suppress(OSError):
             console = error_console()
             for line in summary_lines(summary):
-                console.print(line)
+                console.print(line, soft_wrap=True)
             if code == INTERRUPTED:
                 console.print(f"interrupted with {run.total - summary.prompts:,} prompts to go")
     if out_of_memory is not None:

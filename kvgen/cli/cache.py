@@ -11,7 +11,7 @@ from kvgen.cli import options as shared
 from kvgen.cli.generate import policy_text, prepare
 from kvgen.cli.interrupts import preparing
 from kvgen.cli.options import option, use_threads
-from kvgen.errors import DisagreementError, KvgenError, UsageError
+from kvgen.errors import DisagreementError, KvgenError
 from kvgen.report.units import visible
 
 cache_app = typer.Typer(
@@ -33,6 +33,7 @@ def save(
     dtype: shared.DtypeOption = shared.Dtype.auto,
     device: shared.DeviceOption = "auto",
     attention: shared.AttentionOption = shared.AttentionMode.auto,
+    tune: shared.TuneOption = shared.Tune.auto,
     threads: shared.ThreadsOption = None,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
     offline: shared.OfflineOption = False,
@@ -76,6 +77,7 @@ def save(
             trust_remote_code=trust_remote_code,
             offline=offline,
             attention=attention.value,
+            tune=tune.value,
         )
         run = prepare(load, options, threads, quiet)
     for _ in run.pieces():
@@ -115,6 +117,7 @@ def verify(
     dtype: shared.DtypeOption = shared.Dtype.auto,
     device: shared.DeviceOption = "auto",
     attention: shared.AttentionOption = shared.AttentionMode.auto,
+    tune: shared.TuneOption = shared.Tune.auto,
     threads: shared.ThreadsOption = None,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
     offline: shared.OfflineOption = False,
@@ -127,11 +130,11 @@ def verify(
 
     Exit code 5 if they disagree.
     """
+    from kvgen.cache.disk import open_cache_file
     from kvgen.cli.streams import Output
 
     policy = policy_text(cache, None, False)
-    if not file.exists():
-        raise UsageError(f"{file} is not there")
+    open_cache_file(file)  # what is none is refused before the model is loaded
     output = Output(None)
     # The heavy imports start here, once the command line is known to be right.
     from kvgen.cli.progress import loading
@@ -148,6 +151,7 @@ def verify(
         trust_remote_code=trust_remote_code,
         offline=offline,
         attention=attention.value,
+        tune=tune.value,
     )
     with loading(quiet) as progress:
         found = check_file(file, load_model(load, progress), policy)

@@ -61,6 +61,10 @@ class Chat:
                         return INTERRUPTED
                 except _Quit:
                     break
+                except KeyboardInterrupt:
+                    if not lines.interactive:
+                        raise
+                    _say("")  # it came between an answer and the prompt
                 except KvgenError as error:
                     if not lines.interactive:
                         raise
@@ -125,7 +129,7 @@ def _stats(chat: Chat, _: str) -> None:
     from kvgen.report.chat import state_line, tally_lines
 
     talk, cache = chat.talk, chat.talk.cache
-    for line in tally_lines(chat.measured.tally, chat.measured.record):
+    for line in tally_lines(chat.measured.tally):
         _say(f"  {line}")
     limit = talk.loaded.context_limit
     sizes = cache.bytes_used, cache.bytes_allocated

@@ -88,6 +88,7 @@ def compare(
     parallel: shared.ParallelOption = Parallel.none,
     rank_timeout: shared.RankTimeoutOption = ranks.TIMEOUT_S,
     attention: shared.AttentionOption = shared.AttentionMode.auto,
+    tune: shared.TuneOption = shared.Tune.auto,
     threads: shared.ThreadsOption = None,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
     offline: shared.OfflineOption = False,
@@ -268,6 +269,7 @@ def compare(
         trust_remote_code=trust_remote_code,
         offline=offline,
         attention=attention.value,
+        tune=tune.value,
         load_format=load_format.value,
         spread=spread,
     )

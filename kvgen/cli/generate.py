@@ -41,6 +41,7 @@ def generate(
     dtype: shared.DtypeOption = shared.Dtype.auto,
     device: shared.DeviceOption = "auto",
     attention: shared.AttentionOption = shared.AttentionMode.auto,
+    tune: shared.TuneOption = shared.Tune.auto,
     threads: shared.ThreadsOption = None,
     load_format: shared.LoadFormatOption = shared.LoadFormat.auto,
     device_map: shared.DeviceMapOption = DeviceMap.none,
@@ -199,6 +200,7 @@ def generate(
             trust_remote_code=trust_remote_code,
             offline=offline,
             attention=attention.value,
+            tune="off" if compiled else tune.value,  # a compiled step takes weights as they are
             load_format=load_format.value,
             spread=spread,
         )

@@ -18,6 +18,7 @@ import typer
 
 from kvgen.cli.parallel import DeviceMap, Parallel
 from kvgen.errors import UsageError
+from kvgen.machine import default_threads, usable_cores
 
 
 def option(name: str, *others: str, **settings: Any) -> Any:
@@ -132,6 +133,13 @@ class AttentionMode(str, Enum):
     kvgen = "kvgen"
 
 
+class Tune(str, Enum):
+    """Whether products are chosen by timing."""
+
+    auto = "auto"
+    off = "off"
+
+
 _MODEL, _TOKENS, _CACHE, _OUTPUT = "Model", "Tokens", "Cache and measuring", "Output"
 
 ModelOption = Annotated[
@@ -165,6 +173,14 @@ AttentionOption = Annotated[
     option(
         "--attention",
         help="Of single tokens: the model's own, or kvgen's; auto: the faster.",
+        rich_help_panel=_MODEL,
+    ),
+]
+TuneOption = Annotated[
+    Tune,
+    option(
+        "--tune",
+        help="auto: linear layers multiply single rows the way that is faster here, timed once.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -336,6 +352,7 @@ def check_prompt_cache(path: Path | None, read_only: bool) -> None:
 
     Raises ``UsageError``.
     """
+    from kvgen.cache.disk import open_cache_file
     from kvgen.cli.streams import check_target
     from kvgen.storage import is_device
 
@@ -349,15 +366,20 @@ def check_prompt_cache(path: Path | None, read_only: bool) -> None:
         raise UsageError(f"{path} is not there; without --prompt-cache-ro it is made")
     if not read_only:
         check_target(path)
+    if path.exists():
+        open_cache_file(path)  # what is none is refused before the model is loaded
 
 
 def use_threads(threads: int | None) -> None:
-    """Have torch use so many CPU threads. Raises ``UsageError`` for more than there are."""
-    if threads is None:
-        return
+    """Have torch use so many CPU threads, by default as many as help.
+
+    Raises ``UsageError`` for more than this process may use.
+    """
+    if threads is None and "OMP_NUM_THREADS" in os.environ:
+        return  # torch has read it
+    cores = usable_cores()
+    if threads is not None and threads > cores:  # thousands of them crash the process
+        raise UsageError(f"--threads {threads}: {cores} can be used here; choose at most that")
     import torch
 
-    processors = os.cpu_count() or threads
-    if threads > processors:  # thousands of threads crash the process instead of failing
-        raise UsageError(f"--threads {threads}: this machine has {processors}; choose at most that")
-    torch.set_num_threads(threads)
+    torch.set_num_threads(threads or default_threads())

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from kvgen.report.units import visible
+
 ProgressCallback = Callable[[str, int, int], None]
 
 
@@ -27,11 +29,11 @@ def loading(quiet: bool) -> Iterator[ProgressCallback]:
 
     from kvgen.cli.streams import error_console
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=error_console(), transient=True) as bar:
         task = bar.add_task("loading the model", total=None)
         yield lambda what, done, total: bar.update(
-            task, description=what, completed=done, total=total
+            task, description=visible(what), completed=done, total=total
         )
 
 
@@ -48,13 +50,13 @@ def measuring(quiet: bool) -> Iterator[ProgressCallback]:
 
     from kvgen.cli.streams import error_console
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
     console = error_console()
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("measuring", total=None)
 
         def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total, refresh=True)
+            bar.update(task, description=visible(what), completed=done, total=total, refresh=True)
 
         yield show
 
@@ -65,6 +67,6 @@ def _say_once() -> ProgressCallback:
     def say(what: str, done: int, total: int) -> None:
         if what not in said:
             said.add(what)
-            print(f"kvgen: {what}", file=sys.stderr, flush=True)
+            print(f"kvgen: {visible(what)}", file=sys.stderr, flush=True)
 
     return say

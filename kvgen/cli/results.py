@@ -18,13 +18,16 @@ from kvgen.storage import is_device, write_atomically
 class InOrder:
     """Results on stdout, in the input's order: one that is early waits for those before it."""
 
-    finished: dict[Id, str]
-
     def __init__(self, output: Output) -> None:
-        self.finished = {}
+        self.finished: dict[Id, str] = {}
         self._output = output
         self._order: list[Id] = []
         self._early: dict[Id, str] = {}
+
+    @property
+    def on_terminal(self) -> bool:
+        """Whether a person sees them come."""
+        return self._output.on_terminal
 
     def begin(self, order: Sequence[Id]) -> None:
         """``order`` is that of all results to come."""
@@ -49,6 +52,8 @@ class ResultFile:
 
     ``finished`` are those that an earlier run has written, by id the ``request`` they answer.
     """
+
+    on_terminal = False
 
     def __init__(self, path: Path, resume: bool) -> None:
         """With ``resume`` the file may be there; half a line at its end is cut off.

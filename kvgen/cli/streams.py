@@ -32,7 +32,8 @@ class Output:
         self._path = path
         self._stream = stream or sys.stdout
         self._kept: list[str] = []
-        self._terminal = path is None and self._stream.isatty()
+        self.on_terminal = path is None and self._stream.isatty()
+        """Whether a person sees it come."""
         if path is not None:
             check_target(path)
 
@@ -42,7 +43,7 @@ class Output:
             self._kept.append(text)
             return
         try:
-            self._stream.write(visible_lines(text) if self._terminal else text)
+            self._stream.write(visible_lines(text) if self.on_terminal else text)
             self._stream.flush()
         except BrokenPipeError as error:
             # Under a name of our own: the argument parser has another opinion on broken pipes.
@@ -52,7 +53,7 @@ class Output:
 
     def end_line(self) -> None:
         """End the text with a line break where a person reads it."""
-        if self._terminal:
+        if self.on_terminal:
             self.write("\n")
 
     def close(self) -> None:

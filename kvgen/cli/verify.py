@@ -40,6 +40,7 @@ def verify(
     parallel: shared.ParallelOption = Parallel.none,
     rank_timeout: shared.RankTimeoutOption = ranks.TIMEOUT_S,
     attention: shared.AttentionOption = shared.AttentionMode.auto,
+    tune: shared.TuneOption = shared.Tune.auto,
     threads: shared.ThreadsOption = None,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
     offline: shared.OfflineOption = False,
@@ -82,6 +83,7 @@ def verify(
         offline=offline,
         spread=spread,
         attention=attention.value,
+        tune=tune.value,
     )
     check_heads(load)
     with loading(quiet) as progress:

@@ -14,7 +14,7 @@ from typing import Literal
 from kvgen.cache.adapter import continues_prefill, policy_for, specs_for
 from kvgen.cache.manager import KVCache
 from kvgen.cache.policies import DEFAULT
-from kvgen.cache.reuse import ONE_TOKEN, Receipt, cannot_serve
+from kvgen.cache.reuse import ONE_TOKEN, Receipt, cannot_serve, goes_back
 from kvgen.cache.trie import common_prefix
 from kvgen.engine.answer import Answer
 from kvgen.engine.decoder import Decoder
@@ -104,7 +104,7 @@ class Conversation:
         """
         self.loaded, self.options = loaded, options
         self.system = options.system
-        self.forward = Forward(loaded.model, loaded.attention)
+        self.forward = Forward(loaded.model, loaded.attention, loaded.products)
         self._specs = specs_for(loaded.model)
         self._policy = policy_for(loaded.model, options.cache)
         self._chunk = options.prefill_chunk
@@ -160,7 +160,9 @@ class Conversation:
             self.turns, self.ids = turns, self._ids_of(turns)
         receipt, why = self._take_up(ids)
         least = DEFAULT_NEW_TOKENS if room is None else min(DEFAULT_NEW_TOKENS, room)
-        return Plan(question, ids, receipt, why, wanted or least, dropped, self._snapshot())
+        new = wanted or least
+        snapshot = self._snapshot(len(ids) + new)
+        return Plan(question, ids, receipt, why, new, dropped, snapshot)
 
     def reply(self, plan: Plan) -> Reply:
         """The answer to what was planned, ready to be stepped through, then to be kept."""
@@ -281,12 +283,11 @@ class Conversation:
             self.empty_cache()
         return refusal
 
-    def _snapshot(self) -> Snapshot | None:
-        """A copy of the cache where what a turn adds may not be taken back."""
-        lasting = not self._policy.gaps and not any(
-            spec.window is not None or spec.has_states or spec.compressed for spec in self._specs
-        )
-        return None if lasting or not self.held else Snapshot(self.held, self.cache.fork())
+    def _snapshot(self, tokens: int) -> Snapshot | None:
+        """A copy of the cache where, after ``tokens`` tokens, it could not go back to it."""
+        if not self.held or goes_back(self.cache, tokens):
+            return None
+        return Snapshot(self.held, self.cache.fork())
 
     def _forget_old_snapshots(self) -> None:
         left = _SNAPSHOT_BYTES

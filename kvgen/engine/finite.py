@@ -18,15 +18,13 @@ class NotFiniteError(ModelError):
 def check_finite(logits: Tensor) -> None:
     """Raise ``NotFiniteError`` for logits that hold NaN or plus infinity, as after an overflow."""
     if not logits.max().isfinite():
-        raise NotFiniteError(told("at all"))
+        raise NotFiniteError(told())
 
 
-def told(where: str) -> str:
+def told(*where: str) -> str:
     """The sentence for a user; ``where`` names step and layer."""
-    return (
-        f"the model's logits are not finite numbers, {where}: its weights are damaged or overflow "
-        "in this dtype; try --dtype float32"
-    )
+    found = ", ".join(("the model's logits are not finite numbers", *where))
+    return f"{found}: its weights are damaged or overflow in this dtype; try --dtype float32"
 
 
 def first_not_finite(model: Any, forward: Callable[[], Tensor]) -> str:

@@ -5,7 +5,8 @@ adapter; the model itself comes from outside.
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvgen.cache.quirks import (
 )
 from kvgen.engine.attention import one_query_attention, own_attention
 from kvgen.engine.finite import NotFiniteError, first_not_finite, told
+from kvgen.models.products import OneRowProducts
 
 
 class Forward:
@@ -30,15 +32,20 @@ class Forward:
     full ``[tokens, vocab]`` matrix can be larger than the whole KV cache.
     """
 
-    def __init__(self, model: Any, attention: str = "auto") -> None:
+    def __init__(
+        self, model: Any, attention: str = "auto", products: Mapping[str, str] | None = None
+    ) -> None:
         """``model`` is a transformers causal language model in eval mode.
 
-        ``attention`` says what a single token attends with (see ``one_query_attention``).
+        ``attention`` and ``products`` say what a single token attends with and how its row is
+        multiplied (see ``one_query_attention`` and ``choose_products``).
         """
         self._model = model
         ours = one_query_attention(model, attention)
         self.attention = own_attention(model) if ours is None else f"kvgen, {ours.own}"
-        self._one_query = ours or nullcontext()
+        self.products = products or {}
+        self._attending = ours or nullcontext()
+        self._multiplying = OneRowProducts(model, self.products)
         self._device = model.device
         parameters = inspect.signature(type(model).forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
@@ -110,7 +117,7 @@ class Forward:
         if cache is not None:
             lend_states(self._state_holders, cache.kv)
         one = cache is not None and count == 1
-        with torch.inference_mode(), self._one_query if one else nullcontext():
+        with torch.inference_mode(), self._one_token() if one else nullcontext():
             batch = torch.tensor(rows, device=self._device)
             logits: Tensor = self._model(input_ids=batch, return_dict=True, **inputs).logits
             if cache is not None:
@@ -126,18 +133,23 @@ class Forward:
         """
         return self._run(ids, **self._inputs(len(ids), cache, position), **self._last_only)[-1]
 
+    @contextmanager
+    def _one_token(self) -> Iterator[None]:
+        with self._attending, self._multiplying:
+            yield
+
     def not_finite(self, ids: list[int], step: int | None) -> NotFiniteError:
         """The error for logits after ``ids`` that are not finite: forwards once more to find where
         it begins.
         """
         place = first_not_finite(self._model, lambda: self.uncached(ids))
         at = f"after {len(ids):,} tokens" if step is None else f"at step {step}"
-        return NotFiniteError(told(f"{at}, {place}"))
+        return NotFiniteError(told(at, place))
 
     def _run_cached(self, ids: list[int], cache: TransformersCache, **more: Any) -> Tensor:
         inputs = self._inputs(len(ids), cache, cache.kv.position)
         lend_states(self._state_holders, cache.kv)
-        with self._one_query if len(ids) == 1 else nullcontext():
+        with self._one_token() if len(ids) == 1 else nullcontext():
             logits = self._run(ids, **inputs, **more)
         take_back_states(self._state_holders, cache.kv)
         cache.kv.advance(len(ids))

@@ -58,9 +58,27 @@ def _same_text(
         right = tokenizer.decode(context + second[:other], skip_special_tokens=False)
         if left == right and not left.endswith(UNFINISHED):
             return one, other
-        # What ends inside a character says nothing yet of that character.
+        # What ends inside a character says nothing yet of that character, unless no more comes.
+        if left == right and one == len(first):
+            end = _end_of_text(tokenizer, context + second, len(context) + other)
+            return (one, end - len(context)) if end else (0, 0)
         left, right = left.rstrip(UNFINISHED), right.rstrip(UNFINISHED)
         if not (left.startswith(right) or right.startswith(left)):
             break
-        one, other = (one + 1, other) if len(left) <= len(right) else (one, other + 1)
+        shorter = len(left) <= len(right) and one < len(first)
+        one, other = (one + 1, other) if shorter else (one, other + 1)
     return 0, 0
+
+
+def _end_of_text(tokenizer: Tokenizer, ids: list[int], count: int) -> int | None:
+    """How many of ``ids`` give the text of the first ``count``; ``None`` if those that follow
+    change it.
+    """
+    text = tokenizer.decode(ids[:count], skip_special_tokens=False)
+    for end in range(count + 1, len(ids) + 1):
+        longer = tokenizer.decode(ids[:end], skip_special_tokens=False)
+        if not longer.startswith(text):
+            return None
+        if len(longer) > len(text):
+            return end - 1
+    return len(ids)

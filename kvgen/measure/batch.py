@@ -15,8 +15,9 @@ from kvgen.cache.adapter import TransformersCache, continues_prefill, policy_for
 from kvgen.cache.manager import KVCache
 from kvgen.cache.prefix_index import PrefixIndex
 from kvgen.cache.prefix_plan import PrefixPlan
+from kvgen.cache.prefix_spans import PrefixSpans
 from kvgen.cache.reuse import Receipt
-from kvgen.cache.rows import beginning, goes_back
+from kvgen.cache.rows import goes_back
 from kvgen.engine.answer import Answer
 from kvgen.engine.batch import Row, RowBatch
 from kvgen.engine.forward import Forward
@@ -71,7 +72,7 @@ class BatchRun:
         check_ids(requests)
         self._loaded, self._options = loaded, options or BatchOptions()
         self._clock = clock or DeviceClock(loaded.device)
-        self._forward = Forward(loaded.model, loaded.attention)
+        self._forward = Forward(loaded.model, loaded.attention, loaded.products)
         self._specs = specs_for(loaded.model)
         self._policy = policy_for(loaded.model, self._options.cache)
         if self._options.prefill_chunk not in (None, 1) and not continues_prefill(
@@ -87,8 +88,10 @@ class BatchRun:
             self._check_memory()
         self.summary = self._new_summary(len(prompts) - len(self._prompts))
         self._plan = PrefixPlan([p.ids for p in self._prompts] if self.summary.shared else [])
-        self._stored = PrefixIndex(self._budget())
         self._goes_back = goes_back(self._specs, self._policy)
+        self._stored: PrefixIndex | PrefixSpans = PrefixIndex(self._budget())
+        if self._goes_back:
+            self._stored = PrefixSpans(self._new_cache(), self._budget())
 
     @property
     def total(self) -> int:
@@ -155,7 +158,7 @@ class BatchRun:
         turn = self._plan.next(ids)
         found, receipt = self._stored.take(ids)
         cache = self._new_cache() if found is None else found
-        if turn.finished_with and ids[: turn.start] in self._stored:
+        if turn.finished_with:
             self._stored.drop(ids[: turn.start])
         stops = [stop for stop in turn.stops if stop > cache.position]
         ends = [len(ids)] if self._goes_back else sorted({*stops, len(ids)})
@@ -167,9 +170,8 @@ class BatchRun:
             took = self._clock.now() - begin
             for stop in stops:
                 if first < stop <= end:
-                    prefix = beginning(cache, stop) if stop < end else cache
                     part = took * (stop - first) / (end - first)
-                    self._stored.add(ids[:stop], prefix, seconds + part)
+                    self._stored.add(ids[:stop], cache, seconds + part)
             seconds += took
         return cache, logits, receipt
 
@@ -233,7 +235,7 @@ class BatchRun:
         dtype = str(loaded.dtype).removeprefix("torch.")
         return BatchSummary(
             model=model_facts(loaded, WeightReads(loaded.model).total, self._new_cache()),
-            environment=environment(self._forward.attention, loaded.device, dtype, None),
+            environment=environment(self._forward, loaded.device, dtype, None),
             batch_size=size,
             shared=shared,
             already_finished=already_finished,

@@ -48,5 +48,5 @@ def compiled_or_not(
         forward, compilation = compiled_forward(loaded, specs, progress)
     except CannotCompileError as reason:
         note = f"not compiled: {loaded.config.model_type} {reason}"
-        return Chosen(Forward(loaded.model, loaded.attention), policy, None, note)
+        return Chosen(Forward(loaded.model, loaded.attention, loaded.products), policy, None, note)
     return Chosen(forward, blocks, compilation)

@@ -71,7 +71,7 @@ class Contestant(ABC):
         self.loaded = loaded
         self.rotary_change = loaded.rotary_change
         self.weights = WeightReads(loaded.model)
-        self.forward = Forward(loaded.model, loaded.attention)
+        self.forward = Forward(loaded.model, loaded.attention, loaded.products)
         self.facts = ContestantFacts(
             name=name,
             description=description,

@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import kvgen
+from kvgen.machine import cpu_name, load_average, usable_cores
 from kvgen.measure.records import Environment
 
-
-def cpu_name() -> str:
-    """The processor's name as the system gives it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def load_average() -> float | None:
-    """Processes waiting to run, averaged over a minute; ``None`` where the system has no word."""
-    try:
-        return os.getloadavg()[0]
-    except (OSError, AttributeError):
-        return None
-
-
-def usable_cores() -> int:
-    """Processors this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+if TYPE_CHECKING:
+    from kvgen.engine.forward import Forward
 
 
 def busy(where: Environment) -> str | None:
@@ -72,8 +49,8 @@ def _git(root: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def environment(attention: str, device: Any, dtype: str, bandwidth: float | None) -> Environment:
-    """The environment of a run; ``bandwidth`` in bytes per second, ``attention`` by name."""
+def environment(forward: Forward, device: Any, dtype: str, bandwidth: float | None) -> Environment:
+    """The environment of a run through ``forward``; ``bandwidth`` in bytes per second."""
     import torch
 
     return Environment(
@@ -89,6 +66,7 @@ def environment(attention: str, device: Any, dtype: str, bandwidth: float | None
         load_average=load_average(),
         device=str(device),
         dtype=dtype,
-        attention=attention,
+        attention=forward.attention,
+        products=dict(forward.products),
         bandwidth_bytes_per_s=bandwidth,
     )

@@ -121,7 +121,7 @@ class ExplanationRun:
         itemsize = loaded.dtype.itemsize
         return Explanation(
             model=model_facts(loaded, self._weights.total, self._cache.kv),
-            environment=environment(self._forward.attention, loaded.device, self._dtype, bandwidth),
+            environment=environment(self._forward, loaded.device, self._dtype, bandwidth),
             prompt=self._options.prompt,
             prompt_tokens=self._prompt,
             layer=self._layer,

@@ -9,6 +9,7 @@ from kvgen.measure.fit import Storage, growth, windowless
 from kvgen.measure.records import ModelFacts, RankShares
 from kvgen.models import LoadedModel
 from kvgen.models.causal import build_skeleton
+from kvgen.models.packed import weights
 from kvgen.models.ranks import current
 
 
@@ -40,9 +41,9 @@ def rank_shares(weight_bytes: int, cache: KVCache | None, itemsize: int) -> Rank
         return None
     used, allocated = (cache.bytes_used, cache.bytes_allocated) if cache else (0, 0)
     every = ranks.gather((weight_bytes, used, allocated))
-    weights, used_each, allocated_each = (list(column) for column in zip(*every, strict=True))
+    held_each, used_each, allocated_each = (list(column) for column in zip(*every, strict=True))
     formula = cache.bytes_formula(itemsize) if cache else 0
-    return RankShares(ranks.size, ranks.backend, weights, used_each, allocated_each, formula)
+    return RankShares(ranks.size, ranks.backend, held_each, used_each, allocated_each, formula)
 
 
 def is_spread(model: Any) -> bool:
@@ -66,4 +67,4 @@ def device_note(cache: KVCache) -> str:
 def _parameters(loaded: LoadedModel) -> int:
     """Of the whole model, also where this rank's tensors are only its parts."""
     model = loaded.model if current() is None else build_skeleton(loaded.model.config, "")
-    return sum(p.numel() for p in model.parameters())
+    return sum(weight.numel() for weight in weights(model).values())

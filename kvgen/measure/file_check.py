@@ -55,7 +55,7 @@ def check_file(path: Path, loaded: LoadedModel, policy_text: str) -> FileCheck:
     """
     specs = specs_for(loaded.model)
     policy = policy_for(loaded.model, policy_text)
-    forward = Forward(loaded.model, loaded.attention)
+    forward = Forward(loaded.model, loaded.attention, loaded.products)
     own = fingerprint(loaded.model, loaded.tokenizer, specs, policy, forward.attention)
     file = open_for(path, own)
     stored, computed = policy.make(specs), policy.make(specs)

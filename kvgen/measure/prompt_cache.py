@@ -65,7 +65,7 @@ class PromptCache:
         header = self._file.header
         with self._timed() as took:
             receipt = self._taken(self._file, prompt)
-        if header.seconds is not None:
+        if header.seconds is not None and self._held:
             self._rate = header.seconds / len(self._held)
         return Reuse(
             receipt.submitted,
@@ -155,11 +155,16 @@ class PromptCache:
         return f"the prompt and what is stored differ from token {matched + 1:,} on"
 
     def _seconds(self, held: int, reuse: Reuse, prefill_s: float | None) -> float | None:
-        """What forwarding ``held`` tokens takes, at the rate at which this prompt was computed."""
-        if prefill_s is None or (reuse.reused and self._rate is None):
+        """What forwarding ``held`` tokens takes, at the rate at which this prompt was computed.
+
+        ``None`` where that was measured on too few of them: a forward of few tokens takes far
+        longer per token than one of many.
+        """
+        measured = reuse.computed if self._rate is None else reuse.submitted
+        if prefill_s is None or held > 2 * measured:
             return None
-        prompt_s = (self._rate or 0.0) * reuse.reused + prefill_s
-        return prompt_s / reuse.submitted * held
+        prompt_s = prefill_s + (self._rate or 0.0) * reuse.reused
+        return prompt_s / measured * held
 
     def _fingerprint(self) -> Fingerprint:
         if self._own is None:

@@ -166,6 +166,9 @@ class Environment:
     attention: str
     bandwidth_bytes_per_s: float | None
     """Large reads, measured once on this machine and remembered."""
+    products: dict[str, str] = field(default_factory=dict)
+    """How each shape of linear layer multiplies one row, where that was chosen by timing: whole,
+    as the library does, in blocks, or over packed weights."""
 
 
 @dataclass

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from kvgen.measure.environment import cpu_name, load_average, usable_cores
+from kvgen.machine import cpu_name, is_busy
+from kvgen.models.packed import weights
 from kvgen.models.ranks import local, shared
 from kvgen.storage import make_private, write_atomically
 
@@ -30,7 +31,8 @@ class WeightReads:
     """
 
     def __init__(self, model: Any) -> None:
-        parameters = _unique(map(local, model.parameters()))
+        every = weights(model)
+        parameters = _unique(map(local, every.values()))
         self.total = sum((parameters | _unique(map(local, model.buffers()))).values())
         table = local(model.get_input_embeddings().weight)
         output = model.get_output_embeddings()
@@ -40,7 +42,7 @@ class WeightReads:
         config = model.config.get_text_config(decoder=True)
         experts, chosen = _first(config, _EXPERTS), _first(config, _CHOSEN)
         self._share_per_token = chosen / experts if experts and chosen else 1.0
-        inside = [local(p) for name, p in model.named_parameters() if ".experts." in name]
+        inside = [local(weight) for name, weight in every.items() if ".experts." in name]
         self._experts = sum(_unique(inside).values())
 
     def per_forward(self, tokens: int) -> int:
@@ -60,8 +62,11 @@ def _first(config: Any, names: tuple[str, ...]) -> int | None:
 
 
 def _unique(tensors: Iterable[Any]) -> dict[int, int]:
-    # Weights that wait on a disk have no address yet.
-    return {t.data_ptr() or id(t): t.numel() * t.element_size() for t in tensors}
+    # Packed weights and those that wait on a disk have no address, and share no memory.
+    return {
+        id(t) if t.is_mkldnn else t.data_ptr() or id(t): t.numel() * t.element_size()
+        for t in tensors
+    }
 
 
 def measured_bandwidth(device: Any, threads: int, folder: Path | None) -> float | None:
@@ -83,8 +88,7 @@ def _measured_bandwidth(device: Any, threads: int, folder: Path | None) -> float
         found = _probe(device)
     except RuntimeError:  # out of memory, on any device
         return None
-    busy = (load_average() or 0.0) > usable_cores() / 2
-    if folder is not None and not busy:
+    if folder is not None and not is_busy():
         remembered[key] = found
         try:
             make_private(folder)

@@ -105,7 +105,7 @@ class GenerationRun:
             chosen = compiled_or_not(loaded, policy, specs, progress)
             self._forward, policy, compilation, reason = chosen
         else:
-            self._forward = Forward(loaded.model, loaded.attention)
+            self._forward = Forward(loaded.model, loaded.attention, loaded.products)
         chunk = options.prefill_chunk
         if chunk not in (None, 1) and not continues_prefill(loaded.model, specs):
             raise UsageError(
@@ -143,7 +143,7 @@ class GenerationRun:
             warm_up(loaded, self._forward, ids, policy.make(specs) if policy else None)
         self.record = Generation(
             model=model_facts(loaded, self._weights.total, self._cache),
-            environment=environment(self._forward.attention, loaded.device, self._dtype, bandwidth),
+            environment=environment(self._forward, loaded.device, self._dtype, bandwidth),
             cached=options.cached,
             cache=options.cache if options.cached else None,
             prompt=options.prompt,

@@ -14,17 +14,19 @@ from kvgen.cache.manager import KVCache
 from kvgen.cache.policies import find_policy
 from kvgen.engine.prompt import check_fits, encode
 from kvgen.errors import InputError, UsageError
+from kvgen.machine import load_average
 from kvgen.measure.clock import Clock, clock_for
 from kvgen.measure.compare import ComparisonRun, Track
 from kvgen.measure.comparison_records import Comparison, PromptSource
 from kvgen.measure.contestants import Cached, Compiled, Contestant, Uncached
-from kvgen.measure.environment import busy, environment, load_average
+from kvgen.measure.environment import busy, environment
 from kvgen.measure.facts import model_facts
 from kvgen.measure.rivals import LibraryCache, LibraryGenerate, LibraryStaticCache
 from kvgen.measure.roofline import measured_bandwidth
 from kvgen.measure.run import RANDOM_WEIGHTS
 from kvgen.measure.tokens import check_vocabulary, read_tokens, tracks_for
 from kvgen.models import LoadedModel
+from kvgen.models.products import PACKED
 from kvgen.models.types import ProgressCallback, no_progress
 from kvgen.storage import cache_root
 
@@ -84,8 +86,10 @@ def prepare(
     load_in: Callable[[str], LoadedModel],
     clock: Clock | None = None,
     progress: ProgressCallback = no_progress,
+    load_plain: Callable[[], LoadedModel] | None = None,
 ) -> ComparisonRun:
-    """Everything before the first measurement; ``load_in`` loads the model in another dtype.
+    """Everything before the first measurement; ``load_in`` loads the model in another dtype,
+    ``load_plain`` with its weights as they are, which a compiled step needs.
 
     Raises ``InputError`` if the tokens do not fit the model.
     """
@@ -103,15 +107,17 @@ def prepare(
         _check_fits(depth, len(track.ids) - depth, new_tokens, loaded)
     check_vocabulary(tracks, int(loaded.config.vocab_size))
 
+    def compiled() -> Contestant:
+        plain = load_plain() if load_plain and PACKED in loaded.products.values() else loaded
+        return Compiled(plain, f"{REFERENCE} compiled", progress)
+
     reference = Cached(loaded, REFERENCE)
-    contestants = [reference, *(_contestant(c, loaded, load_in, progress) for c in options.choices)]
+    contestants = [reference, *(_contestant(c, loaded, load_in, compiled) for c in options.choices)]
     bandwidth = measured_bandwidth(loaded.device, torch.get_num_threads(), cache_root())
     cache = KVCache(specs_for(loaded.model))
     record = Comparison(
         model=model_facts(loaded, reference.weights.total, cache),
-        environment=environment(
-            reference.forward.attention, loaded.device, reference.facts.dtype, bandwidth
-        ),
+        environment=environment(reference.forward, loaded.device, reference.facts.dtype, bandwidth),
         random_weights=loaded.source.kind == "random weights",
         prompt=options.prompt or "",
         prompt_source=source,
@@ -157,14 +163,14 @@ def _contestant(
     choice: Choice,
     loaded: LoadedModel,
     load_in: Callable[[str], LoadedModel],
-    progress: ProgressCallback,
+    compiled: Callable[[], Contestant],
 ) -> Contestant:
     if choice.option == "no_cache":
         return Uncached(loaded)
     if choice.option == "against":
         return RIVALS[choice.value](loaded)
     if choice.option == "compiled":
-        return Compiled(loaded, f"{REFERENCE} compiled", progress)
+        return compiled()
     if choice.option == "cache":
         return Cached(loaded, f"{REFERENCE} {choice.value}", choice.value)
     return Cached(load_in(choice.value), f"{REFERENCE} {choice.value}")

@@ -6,15 +6,15 @@ Text comes out piece by piece; who shows it, and how, is the caller's business.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from kvgen.cache.policies import find_policy
-from kvgen.cache.reuse import Receipt
 from kvgen.engine.conversation import Conversation, Plan
 from kvgen.engine.reply import Reply
 from kvgen.measure.clock import Clock, DeviceClock
 from kvgen.measure.guard import Demand, check_before_growing
+from kvgen.measure.records import Reuse
 from kvgen.measure.warmup import warm_up
 
 
@@ -25,9 +25,7 @@ class TurnRecord:
     index: int
     """Answered turns of this run before it, those taken back included."""
     question: str
-    receipt: Receipt
-    why_no_further: str | None = None
-    """What ended the match before the end of what was said so far."""
+    reuse: Reuse
     dropped_turns: int = 0
     """Oldest turns left out because the context was full."""
     answer: str = ""
@@ -99,9 +97,7 @@ class MeasuredConversation:
         plan = talk.plan(question)
         self._check_memory(plan)
         reply = talk.reply(plan)
-        record = TurnRecord(
-            self.tally.turns, question, plan.receipt, plan.why_no_further, plan.dropped_turns
-        )
+        record = TurnRecord(self.tally.turns, question, _reuse(plan), plan.dropped_turns)
         record.tokenize_s = self._clock.now() - begin
         self.record = record
         try:
@@ -139,7 +135,7 @@ class MeasuredConversation:
             begin = self._clock.now()
 
     def _finish(self, record: TurnRecord, reply: Reply) -> None:
-        talk, tally = self.conversation, self.tally
+        talk = self.conversation
         record.answer, record.answer_ids = reply.text, reply.ids
         record.new_tokens, record.ending = len(reply.new_ids), reply.ending or "interrupted"
         record.context_tokens, record.context_limit = len(talk.ids), talk.loaded.context_limit
@@ -147,20 +143,20 @@ class MeasuredConversation:
         record.kv_bytes_used = talk.cache.bytes_used
         record.kv_bytes_allocated = talk.cache.bytes_allocated
         if record.new_tokens:
-            record.receipt = receipt = self._with_time_saved(record)
-            tally.turns += 1
-            tally.submitted += receipt.submitted
-            tally.reused += receipt.reused
-            tally.computed += receipt.computed
-            tally.new_tokens += record.new_tokens
-            tally.saved_s += receipt.saved_s or 0.0
+            self._count(record)
 
-    def _with_time_saved(self, record: TurnRecord) -> Receipt:
-        """At the fastest prefill of this run: long prompts take less time per token."""
-        receipt = record.receipt
-        rate = record.prefill_s / receipt.computed
-        self._s_per_token = rate if self._s_per_token is None else min(self._s_per_token, rate)
-        return replace(receipt, saved_s=self._s_per_token * receipt.reused)
+    def _count(self, record: TurnRecord) -> None:
+        reuse, tally = record.reuse, self.tally
+        # The fastest prefill of this run: long prompts take less time per token.
+        took = record.prefill_s / reuse.computed
+        self._s_per_token = min(took, self._s_per_token or took)
+        reuse.saved_s = self._s_per_token * reuse.reused
+        tally.turns += 1
+        tally.submitted += reuse.submitted
+        tally.reused += reuse.reused
+        tally.computed += reuse.computed
+        tally.new_tokens += record.new_tokens
+        tally.saved_s += reuse.saved_s
 
     def _check_memory(self, plan: Plan) -> None:
         """What the turn adds to the cache, against what is free. Raises ``InputError``."""
@@ -171,3 +167,15 @@ class MeasuredConversation:
         demand = Demand(more, find_policy(talk.options.cache), min(plan.receipt.computed, 512))
         itemsize, device = talk.loaded.dtype.itemsize, str(talk.loaded.device)
         check_before_growing(talk.loaded.config, talk.cache.specs, itemsize, device, demand)
+
+
+def _reuse(plan: Plan) -> Reuse:
+    receipt = plan.receipt
+    return Reuse(
+        receipt.submitted,
+        receipt.matched,
+        receipt.reused,
+        receipt.computed,
+        receipt.why_fewer,
+        plan.why_no_further,
+    )

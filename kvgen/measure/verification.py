@@ -9,6 +9,7 @@ import torch
 
 from kvgen.cache.adapter import specs_for
 from kvgen.cache.manager import KVCache
+from kvgen.engine.forward import Forward
 from kvgen.measure.checks import Outcome
 from kvgen.measure.environment import environment
 from kvgen.measure.facts import model_facts
@@ -65,12 +66,12 @@ class VerificationRun:
             loaded.model,
             ids,
             min(_PROMPT, len(ids) - 1),
-            attention=loaded.attention,
+            forward=Forward(loaded.model, loaded.attention, loaded.products),
             longest=min(_LONGEST[quick], limit, max(len(ids), _MOST_LOGITS // vocabulary)),
         )
         self.record = Verification(
             model=model_facts(loaded, WeightReads(loaded.model).total, cache),
-            environment=environment(self._verifier.attention, loaded.device, dtype, None),
+            environment=environment(self._verifier.forward, loaded.device, dtype, None),
             quick=quick,
             tokens=len(ids),
             tolerance=self._verifier.limit,

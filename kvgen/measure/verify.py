@@ -45,7 +45,9 @@ from kvgen.measure.checks import (
     told,
     unchanged_after_refusal,
 )
+from kvgen.measure.facts import is_spread
 from kvgen.measure.verdict import largest_logit, tolerance
+from kvgen.models.ranks import current
 
 _BATCH_STEPS = 6
 _PADDING = 3
@@ -66,17 +68,16 @@ class Verifier:
         limit: float | None = None,
         step: int = 256,
         longest: int = 1024,
-        attention: str = "auto",
+        forward: Forward | None = None,
     ) -> None:
         """Logits may differ by ``limit``, by default what the model's dtype explains.
 
         ``step`` is the slots that buffers grow by. ``longest`` is how many tokens passing a window
-        may take. ``attention`` is what single tokens attend with. Raises ``ModelError`` for a model
-        that the cache does not serve.
+        may take. ``forward`` is the one to verify, by default a plain one. Raises ``ModelError``
+        for a model that the cache does not serve.
         """
         self._model = model
-        self._forward = Forward(model, attention)
-        self.attention = self._forward.attention
+        self.forward = forward or Forward(model)
         self._specs = specs_for(model)
         self._many = continues_prefill(model, self._specs)
         self._pads = takes_padding(model)
@@ -85,9 +86,9 @@ class Verifier:
         self._prompt = prompt
         self._step = step
         self._longest = longest
-        self._parallel = self._forward.uncached_everywhere(ids)
+        self._parallel = self.forward.uncached_everywhere(ids)
         if not self._parallel.max().isfinite():
-            raise self._forward.not_finite(ids, 0)
+            raise self.forward.not_finite(ids, 0)
         dtype = str(model.dtype).removeprefix("torch.")
         self.limit = tolerance(dtype, largest_logit(self._parallel)) if limit is None else limit
         """Largest |Δlogit| that counts as the same."""
@@ -135,7 +136,7 @@ class Verifier:
         outcome = self._compare(
             PAST_THE_WINDOW,
             self._feed(self._new_cache(), sizes, ids),
-            expected=self._forward.uncached_everywhere(ids),
+            expected=self.forward.uncached_everywhere(ids),
         )
         left = [window for window in windows if window not in passed]
         if outcome.status == "pass" and left:
@@ -154,7 +155,7 @@ class Verifier:
             return unchanged_after_refusal(TRIM, cache.kv, self._prompt + 2, refusal)
         wrong = [self._ids[0]] * 2
         for token in wrong:
-            self._forward.cached([token], cache)
+            self.forward.cached([token], cache)
         cache.kv.trim(2)
         return self._compare(TRIM, self._feed(cache, self._ones), self._prompt)
 
@@ -168,7 +169,7 @@ class Verifier:
             for turn, logits in enumerate(self._feed(cache, self._ones)):
                 yield logits
                 if turn < _TURNS:
-                    self._forward.cached([self._ids[0]], twin)
+                    self.forward.cached([self._ids[0]], twin)
 
         return self._compare(FORK, in_turns(), self._prompt)
 
@@ -181,6 +182,8 @@ class Verifier:
 
     def save_and_load(self) -> Outcome:
         """A cache read back from a file goes on as the one that was written."""
+        if current() is not None or is_spread(self._model):
+            return not_applicable(SAVE_AND_LOAD, "a cache file is for a model on one device")
         cache, again = self._new_cache(), self._new_cache()
         self._run(cache, [self._prompt])
         own = fingerprint(self._model, None, self._specs, cache.kv.policy, "any")
@@ -197,7 +200,7 @@ class Verifier:
         """Two sequences in one batch predict what each predicts alone."""
         ids = self._ids[: self._prompt + _BATCH_STEPS]
         other = ids[1:] + ids[:1]
-        alone = torch.stack((self._parallel[: len(ids)], self._forward.uncached_everywhere(other)))
+        alone = torch.stack((self._parallel[: len(ids)], self.forward.uncached_everywhere(other)))
         return self._compare_rows(BATCH, [ids, other], [0, 0], alone)
 
     def left_padding(self) -> Outcome:
@@ -238,7 +241,7 @@ class Verifier:
         for size in sizes:
             begin = cache.kv.position
             piece = (ids or self._ids)[begin : begin + size]
-            yield self._forward.cached_everywhere(piece, cache)
+            yield self.forward.cached_everywhere(piece, cache)
 
     def _run(self, cache: TransformersCache, sizes: list[int]) -> None:
         for _ in self._feed(cache, sizes):
@@ -280,10 +283,10 @@ class Verifier:
             for size in [self._prompt] + [1] * (len(rows[0]) - self._prompt):
                 begin = cache.kv.position
                 pieces = [row[begin : begin + size] for row in rows]
-                yield by_position(self._forward.rows(pieces, padding, cache), padding, begin)
+                yield by_position(self.forward.rows(pieces, padding, cache), padding, begin)
 
         def without_one() -> Iterator[Tensor]:
-            yield by_position(self._forward.rows(rows, padding), padding)
+            yield by_position(self.forward.rows(rows, padding), padding)
 
         expected = by_position(alone, padding)
         outcome = self._compare(name, through_the_cache(), expected=expected)

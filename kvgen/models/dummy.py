@@ -21,10 +21,12 @@ from kvgen.models.causal import (
 )
 from kvgen.models.device import check_dtype_name, choose_device, choose_dtype
 from kvgen.models.failures import failing_as_model_error
+from kvgen.models.products import choose_products
 from kvgen.models.quiet import quiet_libraries
 from kvgen.models.tokenizers import has_tokenizer, load_tokenizer
 from kvgen.models.types import LoadedModel, LoadOptions, ModelSource
 from kvgen.models.weights import read_architecture_file, read_config
+from kvgen.storage import cache_root
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -73,6 +75,7 @@ def load_dummy(options: LoadOptions) -> LoadedModel:
         load_s=loaded - started,
         tokenizer_s=tokenized - loaded,
         attention=options.attention,
+        products=choose_products(model, cache_root()) if options.tune == "auto" else {},
     )
 
 

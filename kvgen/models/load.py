@@ -22,12 +22,14 @@ from kvgen.models.causal import (
 from kvgen.models.device import check_dtype_name, choose_device, choose_dtype
 from kvgen.models.failures import failing_as_model_error
 from kvgen.models.names import resolve
+from kvgen.models.products import choose_products
 from kvgen.models.quiet import quiet_libraries
 from kvgen.models.ranks import local
 from kvgen.models.spread import check_spread, spread_arguments
 from kvgen.models.tokenizers import load_tokenizer
 from kvgen.models.types import LoadedModel, LoadOptions, ModelSource, ProgressCallback, no_progress
 from kvgen.models.weights import Weights, find_weights, read_config
+from kvgen.storage import cache_root
 
 if TYPE_CHECKING:
     import torch
@@ -97,6 +99,7 @@ def load_model(options: LoadOptions, progress: ProgressCallback | None = None) -
         convert_s=convert_s,
         rotary_change=rotary_change(decoder),
         attention=options.attention,
+        products=choose_products(model, cache_root()) if options.tune == "auto" else {},
     )
 
 

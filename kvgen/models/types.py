@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -28,7 +28,8 @@ class LoadOptions:
     ``load_format`` "dummy" fills an architecture with random weights, see ``kvgen.models.dummy``.
     ``spread`` is how a model is divided, see ``kvgen.models.spread``: "tensor" over the ranks of
     this run, "auto" over the devices of this machine.
-    ``attention`` is what single tokens attend with: auto, model (its own) or kvgen.
+    ``attention`` is what single tokens attend with: auto, model (its own) or kvgen. ``tune`` "auto"
+    chooses by timing how linear layers multiply a single row, "off" leaves it to the library.
     """
 
     model: str | None = None
@@ -40,6 +41,7 @@ class LoadOptions:
     load_format: Literal["auto", "dummy"] = "auto"
     spread: Literal["none", "tensor", "auto"] = "none"
     attention: str = "auto"
+    tune: Literal["auto", "off"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class LoadedModel:
     the model makes keys with another rotary base, None for most. ``load_s`` covers configuration,
     weights and the move to the device; ``tokenizer_s`` the tokenizer; ``convert_s`` a GGUF
     conversion, 0 when none ran.
-    All three are seconds. ``attention`` is as it was asked for (see ``LoadOptions``).
+    All three are seconds. ``attention`` is as it was asked for (see ``LoadOptions``);
+    ``products`` is what ``choose_products`` chose.
     """
 
     source: ModelSource
@@ -89,3 +92,4 @@ class LoadedModel:
     convert_s: float = 0.0
     rotary_change: int | None = None
     attention: str = "auto"
+    products: Mapping[str, str] = field(default_factory=dict)

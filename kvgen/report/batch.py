@@ -36,7 +36,9 @@ def summary_lines(summary: BatchSummary) -> list[str]:
             f" {summary.computed_tokens:,} computed"
         )
         if summary.saved_s:
-            lines.append(f"reuse saved {seconds_text(summary.saved_s)} of prefill")
+            lines.append(
+                f"prefill saved: about {seconds_text(summary.saved_s)}, as measured when stored"
+            )
         lines.append(
             f"KV cache: at most {bytes_text(summary.kv_bytes_peak)} for rows and stored prefixes"
         )

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvgen.measure.turns import Tally, TurnRecord
+from kvgen.report.receipt import receipt_lines
 from kvgen.report.units import bytes_text, seconds_text
 
 SCHEMA = "kvgen.chat/1"
@@ -13,35 +14,30 @@ SCHEMA = "kvgen.chat/1"
 
 def turn_document(record: TurnRecord) -> dict[str, Any]:
     """One turn under its schema's name; the fields are described in ``docs/json.md``."""
-    document = {"schema": SCHEMA, "type": "turn"} | asdict(record)
-    document["receipt"]["computed"] = record.receipt.computed
-    return document | {"ttft_s": record.ttft_s, "tpot_s": record.tpot_s}
+    times = {"ttft_s": record.ttft_s, "tpot_s": record.tpot_s}
+    return {"schema": SCHEMA, "type": "turn"} | asdict(record) | times
 
 
 def turn_lines(record: TurnRecord) -> list[str]:
     """The receipt of a turn, and what a reader must know of how it went."""
-    receipt = record.receipt
+    if not record.new_tokens:
+        return ["stopped before the first token; the question is not kept"]
     lines = []
     if record.dropped_turns:
-        turns = "the oldest turn was" if record.dropped_turns == 1 else _oldest(record)
+        turns = f"{record.dropped_turns:,} oldest turns were"
+        if record.dropped_turns == 1:
+            turns = "oldest turn was"
         lines.append(
-            f"the context was full: {turns} dropped, which cost {receipt.computed:,} tokens "
-            f"computed anew, {seconds_text(record.prefill_s)}"
+            f"the context was full: the {turns} dropped, and {record.reuse.computed:,} tokens "
+            f"computed for that in {seconds_text(record.prefill_s)}"
         )
-    parts = (
-        f"{receipt.submitted:,} tokens: {receipt.reused:,} reused, {receipt.computed:,} computed"
-    )
-    if not record.new_tokens:
-        return [*lines, "stopped before the first token; the question is not kept"]
-    saved = f", about {seconds_text(receipt.saved_s)} saved" if receipt.saved_s else ""
+    lines += receipt_lines(record.reuse)
     rate = f" at {1 / record.tpot_s:.1f} tokens/s" if record.tpot_s else ""
+    limit = f" of {record.context_limit:,}" if record.context_limit is not None else ""
     lines.append(
-        f"{parts}{saved}; TTFT {seconds_text(record.ttft_s)}, {record.new_tokens:,} new{rate}; "
-        f"context {_context(record)}"
+        f"TTFT {seconds_text(record.ttft_s)}, {record.new_tokens:,} new{rate}; "
+        f"context {record.context_tokens:,}{limit} tokens"
     )
-    whys = [why for why in (record.why_no_further, receipt.why_fewer) if why is not None]
-    if whys:
-        lines.append("not more: " + "; ".join(whys))
     full = record.context_tokens == record.context_limit
     if record.ending == "length":
         lines.append("cut: the context is full" if full else "cut: as many tokens as allowed (-n)")
@@ -50,9 +46,9 @@ def turn_lines(record: TurnRecord) -> list[str]:
     return lines
 
 
-def tally_lines(tally: Tally, record: TurnRecord | None) -> list[str]:
-    """The run so far; ``record`` is of its last turn."""
-    if record is None or not tally.turns:
+def tally_lines(tally: Tally) -> list[str]:
+    """The run so far."""
+    if not tally.turns:
         return ["no turns yet"]
     share = f" ({tally.reused / tally.submitted:.0%})" if tally.submitted else ""
     return [
@@ -70,12 +66,3 @@ def state_line(tokens: int, limit: int | None, cached: int, used: int, allocated
         f"context    {tokens:,}{of} tokens, {cached:,} cached in {bytes_text(used)} "
         f"({bytes_text(allocated)} allocated)"
     )
-
-
-def _oldest(record: TurnRecord) -> str:
-    return f"the {record.dropped_turns:,} oldest turns were"
-
-
-def _context(record: TurnRecord) -> str:
-    limit = record.context_limit
-    return f"{record.context_tokens:,}" + (f" of {limit:,}" if limit is not None else "")

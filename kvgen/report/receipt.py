@@ -62,7 +62,7 @@ def file_lines(file: FileFacts) -> list[str]:
     if file.snapshot:
         lines.append("  kept one token before its prompt's end, as it cannot go back")
     if file.seconds is not None:
-        lines.append(f"  computed in {seconds_text(file.seconds)}")
+        lines.append(f"  computing them took {seconds_text(file.seconds)}")
     lines += [f"  {name}: {value}" for name, value in file.fingerprint.items()]
     return [visible(line) for line in lines]
 
