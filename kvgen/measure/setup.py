@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,7 +90,7 @@ def prepare(
     load_plain: Callable[[], LoadedModel] | None = None,
 ) -> ComparisonRun:
     """Everything before the first measurement; ``load_in`` loads the model in another dtype,
-    ``load_plain`` with its weights as they are, which a compiled step needs.
+    ``load_plain`` with its weights as they are, for a compiled step and for the library's own ways.
 
     Raises ``InputError`` if the tokens do not fit the model.
     """
@@ -107,16 +108,23 @@ def prepare(
         _check_fits(depth, len(track.ids) - depth, new_tokens, loaded)
     check_vocabulary(tracks, int(loaded.config.vocab_size))
 
-    def compiled() -> Contestant:
-        plain = load_plain() if load_plain and PACKED in loaded.products.values() else loaded
-        return Compiled(plain, f"{REFERENCE} compiled", progress)
+    @cache
+    def plain() -> LoadedModel:
+        return load_plain() if load_plain and PACKED in loaded.products.values() else loaded
+
+    def contestant(choice: Choice) -> Contestant:
+        if choice.option == "compiled":
+            return Compiled(plain(), f"{REFERENCE} compiled", progress)
+        if choice.option == "against":  # the library's own ways, on weights as it loads them
+            return RIVALS[choice.value](plain())
+        return _contestant(choice, loaded, load_in)
 
     reference = Cached(loaded, REFERENCE)
-    contestants = [reference, *(_contestant(c, loaded, load_in, compiled) for c in options.choices)]
+    contestants = [reference, *(contestant(choice) for choice in options.choices)]
     bandwidth = measured_bandwidth(loaded.device, torch.get_num_threads(), cache_root())
-    cache = KVCache(specs_for(loaded.model))
+    empty = KVCache(specs_for(loaded.model))
     record = Comparison(
-        model=model_facts(loaded, reference.weights.total, cache),
+        model=model_facts(loaded, reference.weights.total, empty),
         environment=environment(reference.forward, loaded.device, reference.facts.dtype, bandwidth),
         random_weights=loaded.source.kind == "random weights",
         prompt=options.prompt or "",
@@ -160,17 +168,10 @@ def _tracks(loaded: LoadedModel, options: CompareOptions) -> tuple[list[Track], 
 
 
 def _contestant(
-    choice: Choice,
-    loaded: LoadedModel,
-    load_in: Callable[[str], LoadedModel],
-    compiled: Callable[[], Contestant],
+    choice: Choice, loaded: LoadedModel, load_in: Callable[[str], LoadedModel]
 ) -> Contestant:
     if choice.option == "no_cache":
         return Uncached(loaded)
-    if choice.option == "against":
-        return RIVALS[choice.value](loaded)
-    if choice.option == "compiled":
-        return compiled()
     if choice.option == "cache":
         return Cached(loaded, f"{REFERENCE} {choice.value}", choice.value)
     return Cached(load_in(choice.value), f"{REFERENCE} {choice.value}")
