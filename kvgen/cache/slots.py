@@ -171,11 +171,21 @@ class TokenSlots:
         self.length -= tokens
         self._start += before - self.held
 
+    def make_room(self) -> None:
+        """Grow now if ``claim`` would have to. Comes after an ``update``."""
+        self._make_room(self.held, 1)
+
     def _place(self, held: int, new: int) -> tuple[int, int]:
         """Make room for ``new`` slots after those ``held``; where all of them begin and end.
 
         What falls out of the window now stays readable until the next call only.
         """
+        self._make_room(held, new)
+        begin, end = self._start, self._start + held + new
+        self._start = end - self.held
+        return begin, end
+
+    def _make_room(self, held: int, new: int) -> None:
         end = self._start + held + new
         if -(-end // self.block) * self.block > self.capacity:
             # Once a window evicts, its full slack makes moving to the front rare.
@@ -183,9 +193,7 @@ class TokenSlots:
             self._buffers = tuple(
                 _to_front(buffer, self._start, held, capacity) for buffer in self._buffers
             )
-            self._start, end = 0, held + new
-        begin, self._start = self._start, end - self.held
-        return begin, end
+            self._start = 0
 
     def _pass_through(self, news: Sequence[Tensor], held: int) -> tuple[Tensor, ...]:
         """A chunk larger than the window's slack: hand all of it on, keep only its tail.

@@ -66,6 +66,16 @@ class Blocks(Step):
         return TokenSlots(spec.window, self.growth, block=self.block)
 
 
+def in_blocks(policy: Policy, block: int) -> Blocks:
+    """The same storage for a compiled step, which reads ``block`` slots at a time.
+
+    Raises ``UsageError`` for a policy that a compiled step cannot read.
+    """
+    if type(policy) is not Step:
+        raise UsageError("--compile needs a cache that grows in steps; leave out --cache")
+    return Blocks(policy.step, block)
+
+
 @dataclass(frozen=True)
 class Exact(Policy):
     """Buffers made once, for exactly the tokens that prompt and new tokens will be."""

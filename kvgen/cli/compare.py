@@ -64,6 +64,14 @@ def compare(
         list[str] | None,
         option("--cache", help="Another storage of kvgen's; repeatable.", rich_help_panel=_WHO),
     ] = None,
+    compiled: Annotated[
+        bool,
+        option(
+            "--compile",
+            help="kvgen's cache with a compiled decode step.",
+            rich_help_panel=_WHO,
+        ),
+    ] = False,
     dtype: Annotated[
         list[shared.Dtype] | None,
         option(
@@ -203,6 +211,7 @@ def compare(
         "no_cache": [""] if no_cache else [],
         "against": list(against or []),
         "cache": list(cache or []),
+        "compiled": [""] if compiled else [],
         "dtype": dtypes,
     }
     named = in_order(context, lists)

@@ -90,6 +90,14 @@ def generate(
             rich_help_panel=_CACHE,
         ),
     ] = None,
+    compiled: Annotated[
+        bool,
+        option(
+            "--compile",
+            help="Compile the decode step. Slow the first time, then kept on disk.",
+            rich_help_panel=_CACHE,
+        ),
+    ] = False,
     force: shared.ForceOption = False,
     prefill_chunk: shared.PrefillChunkOption = None,
     recompute: Annotated[
@@ -129,6 +137,8 @@ def generate(
     stdout carries the text alone. stderr carries the table: latency, bytes in the
     cache and the cost of the same token without a cache.
     """
+    from kvgen.cache.policies import find_policy
+    from kvgen.cache.stepwise import in_blocks
     from kvgen.cli.streams import Output, read_prompt
 
     with preparing():
@@ -143,6 +153,10 @@ def generate(
         )
     shared.check_prompt_cache(prompt_cache, prompt_cache_ro)
     policy = policy_text(cache, cache_step, no_cache)
+    if compiled:
+        if no_cache:
+            raise UsageError("--compile is for a step with the cache; leave out --no-cache")
+        in_blocks(find_policy(policy), 1)
     text = ranks.shared(lambda: read_prompt(prompt, prompt_file))
     view = View(
         Output(output if speaks() else None),
@@ -170,6 +184,7 @@ def generate(
             ignore_eos=ignore_eos,
             cached=not no_cache,
             cache=policy,
+            compiled=compiled,
             force=force,
             prefill_chunk=prefill_chunk,
             recompute=recompute.value,
@@ -185,7 +200,7 @@ def generate(
             trust_remote_code=trust_remote_code,
             offline=offline,
             attention=attention.value,
-            tune=tune.value,
+            tune="off" if compiled else tune.value,  # a compiled step takes weights as they are
             load_format=load_format.value,
             spread=spread,
         )
@@ -227,4 +242,4 @@ def prepare(
         demand = Demand(options.max_new_tokens or DEFAULT_NEW_TOKENS, policy, chunk=1)
         check_before_loading(load, str(choose_device(load.device)), demand)
     with loading(quiet) as progress:
-        return GenerationRun(load_model(load, progress), options)
+        return GenerationRun(load_model(load, progress), options, progress=progress)

@@ -9,29 +9,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvgen.cache.adapter import TransformersCache
 from kvgen.cache.manager import KVCache
-from kvgen.cache.policy import Policy
 from kvgen.cache.slots import TokenSlots
 from kvgen.cache.spec import LayerSpec
-from kvgen.cache.stepwise import Blocks, Step
-from kvgen.engine.compiling import (
-    Part,
-    attending,
-    compile_part,
-    load_part,
-    parts_of,
-    standing_in,
-)
+from kvgen.cache.stepwise import Blocks
+from kvgen.engine.calls import attending, standing_in
+from kvgen.engine.compiling import Part, compile_part, load_part, parts_of
 from kvgen.engine.forward import Forward
+from kvgen.engine.graphs import StepGraphs
 from kvgen.engine.traced import BLOCK, CannotCompileError
-from kvgen.errors import UsageError
 from kvgen.models.types import ProgressCallback, no_progress
 
 # Of the largest logit: twice the most that another order of summing has moved one.
@@ -39,26 +31,18 @@ _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 7e-2}
 _FLOAT32_TOLERANCE = 1e-4
 
 
-@dataclass
-class Compilation:
-    """What it took to have a compiled step."""
+class Compilation(NamedTuple):
+    """What it took to have a compiled step: how many programs it is made of (layers that are alike
+    share one), and how many of them were compiled now rather than found on disk.
+    """
 
-    seconds: float
+    compile_s: float
     programs: int
-    """Different ones; layers that are alike share one."""
     compiled: int
-    """How many of them were compiled now, not found on disk."""
-
-
-def in_blocks(policy: Policy) -> Policy:
-    """The same storage, in buffers that a compiled step can read. Raises ``UsageError``."""
-    if type(policy) is not Step:
-        raise UsageError("--compile needs a cache that grows in steps; leave out --cache")
-    return Blocks(policy.step, BLOCK)
 
 
 class CompiledForward(Forward):
-    """A ``Forward`` whose single tokens after a cache made by ``in_blocks`` are compiled."""
+    """A ``Forward`` whose single tokens are compiled, after a cache in ``BLOCK``s."""
 
     def __init__(
         self,
@@ -72,32 +56,84 @@ class CompiledForward(Forward):
         ``UsageError`` where there is no compiler.
         """
         super().__init__(model)
+        self.attention = "kvgen, compiled"
         begin = time.perf_counter()
         self._specs = tuple(specs)
         cache = self._new_cache()
         parts, self._tuples = parts_of(model, specs, lambda: self._two_steps(cache))
-        files = list(dict.fromkeys(part.file for part in parts))
-        missing = {part.file: part for part in parts if not part.file.is_file()}
-        for done, part in enumerate(missing.values()):
+        different = {part.file: part for part in parts}
+        found = {file: load_part(part, model.device) for file, part in different.items()}
+        missing = [part for file, part in different.items() if found[file] is None]
+        for done, part in enumerate(missing):
             progress("compiling the decode step, once for this model", done, len(missing))
             compile_part(part, model, cache.kv)
-        runs = {part.file: load_part(part, model.device) for part in parts}
+            found[part.file] = load_part(part, model.device)
+        runs = {file: run for file, run in found.items() if run is not None}
         self._modules = [part.module for part in parts]
         self._stand_ins = [self._stand_in(i, p, runs[p.file]) for i, p in enumerate(parts)]
         self._kv: KVCache | None = None
         self._numbers = torch.arange(0, device=model.device)
         self._places: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._graphs: StepGraphs | None = None
         self._check()
-        self.compilation = Compilation(time.perf_counter() - begin, len(files), len(missing))
+        if self._device.type == "cuda" and self._takes_positions:
+            self._graphs = StepGraphs(len(self._specs), self._device)
+            self._check()
+        self.compilation = Compilation(time.perf_counter() - begin, len(different), len(missing))
 
     def cached(self, ids: list[int], cache: TransformersCache) -> Tensor:
         """As ``Forward.cached``; compiled where it is one id."""
-        if len(ids) != 1 or not cache.kv.position or not isinstance(cache.kv.policy, Blocks):
+        if len(ids) != 1 or not self._serves(cache):
             return super().cached(ids, cache)
+        if self._graphs is not None:
+            return self._replayed(ids[0], cache, self._graphs)
         self._kv = cache.kv
         self._places.clear()
         with attending(self._model), standing_in(self._modules, self._stand_ins):
             return super().cached(ids, cache)
+
+    def ready(self, cache: TransformersCache) -> None:
+        """Grow the buffers and capture a graph now, where the next token would have to."""
+        if self._graphs is None or not self._serves(cache):
+            return
+        slots = self._slots(cache.kv)
+        for each in slots:
+            each.make_room()
+        # Repeated, it writes where nothing is held yet.
+        self._graphs.set(0, cache.kv.position, [(0, each.capacity) for each in slots])
+        self._capture(cache, self._graphs)
+
+    def _serves(self, cache: TransformersCache) -> bool:
+        return cache.kv.position > 0 and isinstance(cache.kv.policy, Blocks)
+
+    def _replayed(self, token: int, cache: TransformersCache, graphs: StepGraphs) -> Tensor:
+        """One token through the graph that belongs to the cache's buffers."""
+        slots = self._slots(cache.kv)
+        graphs.set(token, cache.kv.position, [each.claim() for each in slots])
+        self._capture(cache, graphs)
+        logits = graphs.replay(slots)
+        cache.kv.advance(1)
+        return logits
+
+    def _capture(self, cache: TransformersCache, graphs: StepGraphs) -> None:
+        def step() -> Tensor:
+            inputs = self._inputs(1, cache, cache.kv.position)
+            if "position_ids" in inputs:
+                inputs["position_ids"] = graphs.position
+            logits: Tensor = self._model(
+                input_ids=graphs.token, return_dict=True, **inputs, **self._last_only
+            ).logits[0, -1]
+            return logits
+
+        self._kv = cache.kv
+        slots = self._slots(cache.kv)
+        self._blocks(max(each.capacity for each in slots) // BLOCK)  # made outside of the graph
+        stand_ins = standing_in(self._modules, self._stand_ins)
+        with torch.inference_mode(), attending(self._model), stand_ins:
+            graphs.capture(slots, step)
+
+    def _slots(self, kv: KVCache) -> list[TokenSlots]:
+        return [layer.pairs for layer in kv.layers if isinstance(layer.pairs, TokenSlots)]
 
     def _stand_in(
         self, index: int, part: Part, run: Callable[[list[Tensor]], list[Tensor]]
@@ -120,20 +156,24 @@ class CompiledForward(Forward):
         assert self._kv is not None
         slots = self._kv.layers[layer].pairs
         assert isinstance(slots, TokenSlots)
+        if self._graphs is not None:  # all slots; those that may be read, the graph is told
+            whole = self._blocks(slots.capacity // BLOCK)
+            return [*slots.buffers(), whole, self._graphs.spans[layer]]
         span = slots.claim()
-        if span not in self._places:
-            self._places[span] = self._described(*span)
+        if span not in self._places:  # once a step for all layers that are filled alike
+            begin, end = span
+            own = torch.tensor([begin, end - 1], device=self._device)
+            self._places[span] = (self._blocks(-(-end // BLOCK)), own)
         return [*slots.buffers(), *self._places[span]]
 
-    def _described(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        blocks = -(-end // BLOCK)
-        if blocks * BLOCK > self._numbers.numel():
-            self._numbers = torch.arange(2 * blocks * BLOCK, device=self._device)
-        span = torch.tensor([begin, end - 1], device=self._device)
-        return self._numbers[: blocks * BLOCK].view(blocks, BLOCK), span
+    def _blocks(self, count: int) -> Tensor:
+        """The numbers of the first ``count`` blocks' slots, ``[count, BLOCK]``."""
+        if count * BLOCK > self._numbers.numel():
+            self._numbers = torch.arange(2 * count * BLOCK, device=self._device)
+        return self._numbers[: count * BLOCK].view(count, BLOCK)
 
     def _new_cache(self) -> TransformersCache:
-        return TransformersCache(in_blocks(Step()).make(self._specs))
+        return TransformersCache(Blocks(block=BLOCK).make(self._specs))
 
     def _two_steps(self, cache: TransformersCache) -> None:
         for token in (0, 1):
@@ -158,4 +198,4 @@ def _at(path: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     found: Any = (args, kwargs)
     for key in path:
         found = found[key]
-    return found  # type: ignore[no-any-return]
+    return found

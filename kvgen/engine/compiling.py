@@ -13,61 +13,34 @@ import json
 import platform
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import kvgen
-from kvgen.cache.adapter import TransformersCache
 from kvgen.cache.manager import KVCache
-from kvgen.cache.spec import FULL, SLIDING, LayerSpec
+from kvgen.cache.spec import LayerSpec
+from kvgen.engine.calls import (
+    Call,
+    attending,
+    batched_experts,
+    find_layers,
+    recorded,
+    spelled,
+)
 from kvgen.engine.traced import BLOCK, CannotCompileError, RowProducts, TracedCache
 from kvgen.errors import UsageError
 from kvgen.models.failures import one_line
 from kvgen.models.quiet import quiet_libraries
 from kvgen.storage import cache_root, make_private
 
-ATTENTION = "kvgen_compiled"
-"""The attention that a model is set to while its step is compiled; no masks are made for it."""
-_EXPERTS = "batched_mm"  # the library's way of running experts that depends on no token's value
 # Loops are split for many threads, and run on as many as there are.
 _SETTINGS: dict[str, Any] = {"cpp.threads": 16, "cpp.dynamic_threads": True}
 _EXAMPLE_BLOCKS, _EXAMPLE_CAPACITY = 64, 96
-
-
-class Call:
-    """How a module is called in a decode step: its arguments, of which tensors are inputs."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._arguments = (args, kwargs)
-        found = list(_leaves(self._arguments))
-        self.where: list[tuple[Any, ...]] = [
-            path for path, leaf in found if isinstance(leaf, Tensor)
-        ]
-        """Where each tensor lies in ``(args, kwargs)``."""
-        self.tensors = [leaf for _, leaf in found if isinstance(leaf, Tensor)]
-        self.rest = repr([(p, _spelled(leaf)) for p, leaf in found if not isinstance(leaf, Tensor)])
-        """Everything else in the call, spelled out."""
-
-    def with_inputs(self, tensors: Sequence[Tensor], cache: TracedCache | None) -> Any:
-        """``(args, kwargs)`` with these tensors, and ``cache`` in place of the cache."""
-        given = iter(tensors)
-        return _mapped(
-            self._arguments,
-            lambda leaf: (
-                next(given)
-                if isinstance(leaf, Tensor)
-                else cache
-                if isinstance(leaf, TransformersCache)
-                else leaf
-            ),
-        )
 
 
 @dataclass
@@ -86,65 +59,28 @@ class Part:
         return list(_named_tensors(self.module).values())
 
 
-def find_layers(model: Any, specs: Sequence[LayerSpec]) -> list[Any]:
-    """The decoder layers, in the order of the cache's. Raises ``CannotCompileError``."""
-    for spec in specs:
-        if spec.kind not in (FULL, SLIDING) or spec.index_dim or not spec.value_dim or spec.states:
-            raise CannotCompileError(f"has layers that keep more than pairs ({spec.kind})")
-    for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == len(specs):
-            indices = [
-                {getattr(part, "layer_idx", None) for part in layer.modules()} - {None}
-                for layer in module
-            ]
-            if indices == [{index} for index in range(len(specs))]:
-                return list(module)
-    raise CannotCompileError("has no list of decoder layers that each own one layer of the cache")
-
-
 def parts_of(
-    model: Any, specs: Sequence[LayerSpec], step: Callable[[], object]
+    model: Any, specs: Sequence[LayerSpec], steps: Callable[[], object]
 ) -> tuple[list[Part], bool]:
-    """The parts to compile, and whether layers return tuples; ``step`` forwards one token twice.
+    """The parts to compile, and whether layers return tuples.
 
-    Raises ``CannotCompileError``.
+    ``steps`` forwards single tokens. Raises ``CannotCompileError``.
     """
-    layers = find_layers(model, specs)
+    modules = find_layers(model, specs)
     head = model.get_output_embeddings()
-    modules = [*layers, *([head] if type(head) is torch.nn.Linear else [])]
-    calls: list[list[Call]] = [[] for _ in modules]
-    results: list[Any] = []
-
-    def recorder(index: int, own: Callable[..., Any]) -> Callable[..., Any]:
-        def record(*args: Any, **kwargs: Any) -> Any:
-            calls[index].append(Call(args, kwargs))
-            results.append(own(*args, **kwargs))
-            return results[-1]
-
-        return record
-
-    own_attention = ALL_ATTENTION_FUNCTIONS["sdpa"]  # only shapes matter here
-    stand_ins = [recorder(i, module.forward) for i, module in enumerate(modules)]
-    with attending(model, own_attention), standing_in(modules, stand_ins):
-        step()
-    for first, second in calls:
-        if [t.shape for t in first.tensors] != [t.shape for t in second.tensors]:
-            raise CannotCompileError("hands its layers a tensor that grows with every token")
-        if first.rest != second.rest:
-            raise CannotCompileError("hands its layers a number that changes with every token")
-    tuples = isinstance(results[0], tuple)
-    if tuples and any(each is not None for each in results[0][1:]):
-        raise CannotCompileError("has layers that return more than hidden states")
-    common = [
-        *(torch.__version__, transformers.__version__, kvgen.__version__, _own_code()),
-        *(_device_name(model.device), json.dumps(model.config.to_dict(), default=str)),
-    ]
+    if type(head) is torch.nn.Linear:
+        modules.append(head)
+    calls, as_tuple = recorded(model, modules, steps)
+    common = [torch.__version__, transformers.__version__, _own_code(), _device_name(model.device)]
+    of_layers = json.dumps(model.config.to_dict(), default=str, sort_keys=True)
     parts = []
-    for module, spec, (call, _) in zip(modules, [*specs, None], calls, strict=False):
-        described = "\n".join([*common, call.rest, *_described(module), *_shapes(call.tensors)])
-        name = hashlib.sha256(described.encode()).hexdigest()
+    for module, spec, call in zip_longest(modules, specs, calls):
+        described = [*common, call.rest, *_described(module), *_shapes(call.tensors)]
+        if spec is not None:
+            described.append(of_layers)
+        name = hashlib.sha256("\n".join(described).encode()).hexdigest()
         parts.append(Part(module, spec, call, cache_root() / "compiled" / f"{name}.pt2"))
-    return parts, tuples
+    return parts, as_tuple
 
 
 def compile_part(part: Part, model: Any, cache: KVCache) -> None:
@@ -173,43 +109,20 @@ def compile_part(part: Part, model: Any, cache: KVCache) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def load_part(part: Part, device: torch.device) -> Callable[[list[Tensor]], list[Tensor]]:
-    """The compiled program: inputs in a row in, outputs out. Raises ``RuntimeError``."""
+def load_part(part: Part, device: torch.device) -> Callable[[list[Tensor]], list[Tensor]] | None:
+    """The compiled program: inputs in a row in, outputs out. ``None`` if there is no whole one."""
     from torch._C._aoti import AOTIModelPackageLoader
 
+    if not part.file.is_file():
+        return None
+
     index = device.index if device.type == "cuda" and device.index is not None else -1
-    loader = AOTIModelPackageLoader(str(part.file), "model", True, 1, index)
-    return loader.run  # type: ignore[no-any-return]
-
-
-@contextmanager
-def standing_in(modules: Sequence[Any], stand_ins: Sequence[Callable[..., Any]]) -> Iterator[None]:
-    """Within it, calling a module calls its stand-in."""
-    for module, stand_in in zip(modules, stand_ins, strict=True):
-        module.__dict__["forward"] = stand_in  # past Module.__setattr__, which costs microseconds
     try:
-        yield
-    finally:
-        for module in modules:
-            module.__dict__.pop("forward", None)
-
-
-@contextmanager
-def attending(model: Any, attention: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Within it, the model is set to ``ATTENTION``, which is what is given here, if anything."""
-    configs = {id(c): c for c in (model.config, model.config.get_text_config(decoder=True))}
-    before = [(config, config._attn_implementation_internal) for config in configs.values()]
-    if attention is not None:
-        ALL_ATTENTION_FUNCTIONS[ATTENTION] = attention
-    try:
-        for config in configs.values():
-            config._attn_implementation_internal = ATTENTION
-        yield
-    finally:
-        for config, own in before:
-            config._attn_implementation_internal = own
-        if attention is not None:
-            del ALL_ATTENTION_FUNCTIONS[ATTENTION]
+        loader = AOTIModelPackageLoader(str(part.file), "model", True, 1, index)
+    except RuntimeError:  # damaged
+        return None
+    run: Callable[[list[Tensor]], list[Tensor]] = loader.run
+    return run
 
 
 class _Program(torch.nn.Module):  # type: ignore[misc]  # torch is read without its types
@@ -228,29 +141,17 @@ class _Program(torch.nn.Module):  # type: ignore[misc]  # torch is read without 
         span: Tensor | None = None,
     ) -> Tensor:
         part, model, kv = self._rest
-        cache = TracedCache(kv, *buffers, slots, span) if buffers else None
+        cache = None
+        if buffers is not None and slots is not None and span is not None:
+            cache = TracedCache(kv, buffers, slots, span)
         args, kwargs = part.call.with_inputs(tensors, cache)
         named = dict(zip(_named_tensors(part.module), weights, strict=True))
         attention = cache.attention if cache else None
-        with attending(model, attention), _batched_experts(model), RowProducts():
+        with attending(model, attention), batched_experts(model), RowProducts():
             result = torch.func.functional_call(part.module, named, args, kwargs)
         if cache is not None and cache.updates != 1:
             raise CannotCompileError("does not store one pair per layer and token")
         return result[0] if isinstance(result, tuple) else result
-
-
-@contextmanager
-def _batched_experts(model: Any) -> Iterator[None]:
-    """Within it, experts run in a way that can be traced."""
-    config = model.config.get_text_config(decoder=True)
-    own = getattr(config, "_experts_implementation_internal", None)
-    if own is not None:
-        config._experts_implementation_internal = _EXPERTS
-    try:
-        yield
-    finally:
-        if own is not None:
-            config._experts_implementation_internal = own
 
 
 def _traced(part: Part, model: Any, cache: KVCache) -> Any:
@@ -290,32 +191,11 @@ def _named_tensors(module: Any) -> dict[str, Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """What lies at the ends of nested tuples, lists and mappings, each with its path."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(item, (*path, key))
-    elif isinstance(value, (tuple, list)):
-        for index, item in enumerate(value):
-            yield from _leaves(item, (*path, index))
-    else:
-        yield path, value
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same nesting with every leaf changed."""
-    if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_mapped(item, change) for item in value)
-    return change(value)
-
-
 def _described(module: Any) -> Iterator[str]:
     """Everything that could make two modules compute differently, but their weights' values."""
     for name, part in module.named_modules():
         settings = {
-            key: _spelled(value)
+            key: spelled(value)
             for key, value in sorted(vars(part).items())
             if not key.startswith("_") and key not in ("layer_idx", "training")
         }
@@ -327,19 +207,10 @@ def _shapes(tensors: Iterable[Tensor]) -> Iterator[str]:
     return (f"{tuple(t.shape)} {t.stride()} {t.dtype}" for t in tensors)
 
 
-def _spelled(value: Any) -> str:
-    """A setting's value, or the name of what is no plain value."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return repr(value)
-    if isinstance(value, (tuple, list)):
-        return repr([_spelled(item) for item in value])
-    return str(getattr(value, "__qualname__", type(value).__qualname__))
-
-
 def _own_code() -> str:
     """A hash of the code that decides what is compiled."""
     folder = Path(__file__).parent
-    content = b"".join((folder / n).read_bytes() for n in ("compiling.py", "traced.py"))
+    content = b"".join((folder / n).read_bytes() for n in ("calls.py", "compiling.py", "traced.py"))
     return hashlib.sha256(content).hexdigest()
 
 

@@ -67,6 +67,11 @@ class Decoder:
             self._forward.extend(piece, self._adapter)
             yield pending - self._chunk
 
+    def ready(self) -> None:
+        """Whatever the next step would do first and is no part of it, such as compiling."""
+        if self._adapter is not None:
+            self._forward.ready(self._adapter)
+
     def step(self) -> Token:
         """Forward what is pending and append one token.
 

@@ -65,6 +65,9 @@ class Forward:
         # A copy, so that a view never keeps a whole [tokens, vocab] matrix alive.
         return self._run_cached(ids, cache, **self._last_only)[-1].clone()
 
+    def ready(self, cache: TransformersCache) -> None:
+        """Do now what the next single token would do first and is no part of its step."""
+
     def uncached(self, ids: list[int]) -> Tensor:
         """Forward the whole of ``ids`` from nothing; the logits ``[vocab]`` after the last."""
         return self._run(ids, **self._last_only, use_cache=False)[-1].clone()

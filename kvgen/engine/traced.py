@@ -8,6 +8,7 @@ interfaces that transformers' models call attention and the cache through; nothi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class RowProducts(TorchFunctionMode):  # type: ignore[misc]  # torch is read wit
 def row_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear`` summed in float32; ``input`` ends in one row, ``[1, in]``."""
     row = _wide(input)
+    # Kept in memory; it would be widened, or worse computed, again for every row of the weight.
     row = row.as_strided(row.shape, row.stride())
     result = (_wide(weight) * row.unsqueeze(-2)).sum(-1)
     if bias is not None:
@@ -93,12 +95,14 @@ def attend(
 class TracedCache(TransformersCache):
     """Takes one layer's new pair into given buffers, and hands on the blocks to be read."""
 
-    def __init__(self, kv: KVCache, keys: Tensor, values: Tensor, slots: Tensor, span: Tensor):
-        """Buffers are ``[1, heads, capacity, dim]``, ``slots`` the numbers of those to be read,
-        ``[blocks, block]``. ``span`` holds the first slot that may be read and the token's own.
+    def __init__(self, kv: KVCache, buffers: Sequence[Tensor], slots: Tensor, span: Tensor) -> None:
+        """Buffers for keys and values are ``[1, heads, capacity, dim]``.
+
+        ``slots`` are the numbers of those to be read, ``[blocks, block]``; ``span`` holds the first
+        that may be, and the token's own.
         """
         super().__init__(kv)
-        self._buffers = (keys, values)
+        self._buffers = buffers
         self._slots, self._span = slots, span
         self.updates = 0
 

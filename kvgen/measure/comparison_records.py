@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvgen.measure.records import Environment, ModelFacts, RankShares, Verdict
+from kvgen.measure.records import Compilation, Environment, ModelFacts, RankShares, Verdict
 from kvgen.measure.stats import Line, Ratio, Summary
 
 Kind = Literal["cache", "no-cache", "transformers", "transformers-static", "generate"]
@@ -29,6 +29,8 @@ class ContestantFacts:
     """Arithmetic of weights and cache."""
     weight_bytes: int
     """All its weights and buffers, shared ones once. Bytes."""
+    compilation: Compilation | None = None
+    """Null where its step is not compiled."""
 
 
 @dataclass

@@ -19,13 +19,18 @@ from torch import Tensor
 from kvgen.cache.adapter import TransformersCache, policy_for, specs_for
 from kvgen.cache.manager import KVCache
 from kvgen.cache.policies import DEFAULT
+from kvgen.cache.stepwise import in_blocks
 from kvgen.engine.decoder import Decoder, Token
 from kvgen.engine.forward import Forward
 from kvgen.engine.sampling import Sampler, SamplingOptions
+from kvgen.engine.traced import BLOCK, CannotCompileError
+from kvgen.errors import ModelError
 from kvgen.measure.clock import Clock
 from kvgen.measure.comparison_records import ContestantFacts, Kind
+from kvgen.measure.compilation import compiled_forward
 from kvgen.measure.roofline import WeightReads
 from kvgen.models import LoadedModel
+from kvgen.models.types import ProgressCallback
 
 # A prefix is filled in pieces, so that no attention matrix of a whole long prefix is ever held.
 _FILL_CHUNK = 1024
@@ -113,10 +118,14 @@ class StepContestant(Contestant):
         """Each step between two readings of the clock."""
         for _ in range(count):
             pending = self.pending
+            self.ready()
             begin = clock.now()
             token = self.decoder.step()
             latency = clock.now() - begin
             yield TimedStep(latency, token.logits, token.id, pending)
+
+    def ready(self) -> None:
+        """What comes before a step and is no part of it."""
 
     @property
     @abstractmethod
@@ -149,6 +158,8 @@ class Uncached(StepContestant):
 class Cached(StepContestant):
     """kvgen's cache under one of its storage policies."""
 
+    decoder: Decoder
+
     def __init__(self, loaded: LoadedModel, name: str, policy: str = DEFAULT) -> None:
         """Raises ``UsageError`` for an unknown policy."""
         self._policy = policy_for(loaded.model, policy)
@@ -175,6 +186,10 @@ class Cached(StepContestant):
         self._cache = self._filled.fork()
         self.decoder = Decoder(self.forward, ids, ForcedSampler(forced), self._cache)
 
+    def ready(self) -> None:
+        """As the decoder's."""
+        self.decoder.ready()
+
     @property
     def cache(self) -> KVCache:
         """The current run's."""
@@ -194,3 +209,21 @@ class Cached(StepContestant):
     def bytes_allocated(self) -> int:
         """The cache's own count."""
         return self._cache.bytes_allocated
+
+
+class Compiled(Cached):
+    """kvgen's cache, read and written by a compiled step."""
+
+    def __init__(self, loaded: LoadedModel, name: str, progress: ProgressCallback) -> None:
+        """Raises ``ModelError`` for a model whose step cannot be compiled."""
+        super().__init__(loaded, name)
+        self._policy = in_blocks(self._policy, BLOCK)
+        self._filled = self._cache = self._policy.make(self._specs)
+        try:
+            self.forward, self.facts.compilation = compiled_forward(loaded, self._specs, progress)
+        except CannotCompileError as reason:
+            raise ModelError(
+                f"{loaded.config.model_type} {reason}, so its step cannot be compiled; leave out "
+                "--compile"
+            ) from reason
+        self.facts.description = "kvgen's cache, the step compiled"

@@ -208,6 +208,18 @@ class RankShares:
 
 
 @dataclass
+class Compilation:
+    """What it took to have the decode step compiled, before anything was timed."""
+
+    compile_s: float
+    """From the loaded model to a step that can run, a first proof of it included."""
+    programs: int
+    """Different ones; layers that are alike share one."""
+    compiled: int
+    """How many of them were compiled now; the others were found on disk."""
+
+
+@dataclass
 class Generation:
     """One run of ``kvgen generate``, whole or as far as it came."""
 
@@ -237,3 +249,5 @@ class Generation:
     """What a reader must know to read the numbers right."""
     ranks: RankShares | None = None
     """Absent where one process runs the whole model."""
+    compilation: Compilation | None = None
+    """Absent where the step was not compiled."""

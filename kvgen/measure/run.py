@@ -20,6 +20,7 @@ from kvgen.engine.sampling import Sampler, SamplingOptions
 from kvgen.engine.text import IncrementalText, StopStrings
 from kvgen.errors import UsageError
 from kvgen.measure.clock import Clock, clock_for
+from kvgen.measure.compilation import compiled_or_not
 from kvgen.measure.environment import environment
 from kvgen.measure.facts import device_note, is_spread, model_facts, rank_shares
 from kvgen.measure.guard import Demand, check_before_growing
@@ -29,6 +30,7 @@ from kvgen.measure.records import Generation, Kept, Reuse, Step, Totals
 from kvgen.measure.roofline import WeightReads, measured_bandwidth
 from kvgen.measure.warmup import warm_up
 from kvgen.models import LoadedModel
+from kvgen.models.types import ProgressCallback, no_progress
 from kvgen.storage import cache_root
 
 DEFAULT_NEW_TOKENS = 64
@@ -58,6 +60,8 @@ class GenerationOptions:
     """The storage policy with its options, as ``find_policy`` reads it."""
     force: bool = False
     """Go on where memory is predicted not to suffice."""
+    compiled: bool = False
+    """Compile the decode step, where the model allows it; needs the cache, and the policy step."""
     prefill_chunk: int | None = None
     recompute: Literal["sampled", "all", "off"] = "sampled"
     warmup: bool = True
@@ -71,9 +75,16 @@ class GenerationRun:
     """A generation in progress. Iterate ``pieces`` for the text, then ask for ``finish``."""
 
     def __init__(
-        self, loaded: LoadedModel, options: GenerationOptions, clock: Clock | None = None
+        self,
+        loaded: LoadedModel,
+        options: GenerationOptions,
+        clock: Clock | None = None,
+        progress: ProgressCallback = no_progress,
     ) -> None:
-        """Tokenizes the prompt and warms up. Raises ``InputError`` if the prompt does not fit."""
+        """Tokenizes the prompt and warms up. Raises ``InputError`` if the prompt does not fit.
+
+        ``progress`` hears of what takes long before the first token.
+        """
         self._loaded = loaded
         self._options = options
         self._clock = clock or clock_for(loaded.device)
@@ -86,10 +97,15 @@ class GenerationRun:
         room = check_fits(len(ids), options.max_new_tokens, loaded.context_limit)
         wanted = options.max_new_tokens or min(DEFAULT_NEW_TOKENS, room or DEFAULT_NEW_TOKENS)
 
-        self._forward = Forward(loaded.model, loaded.attention, loaded.products)
         self._weights = WeightReads(loaded.model)
         policy = policy_for(loaded.model, options.cache) if options.cached else None
         specs = specs_for(loaded.model) if options.cached else []
+        compilation = reason = None
+        if options.compiled and policy is not None:
+            chosen = compiled_or_not(loaded, policy, specs, progress)
+            self._forward, policy, compilation, reason = chosen
+        else:
+            self._forward = Forward(loaded.model, loaded.attention, loaded.products)
         chunk = options.prefill_chunk
         if chunk not in (None, 1) and not continues_prefill(loaded.model, specs):
             raise UsageError(
@@ -137,7 +153,10 @@ class GenerationRun:
             prefill_chunk=options.prefill_chunk,
             sampling=asdict(options.sampling) | {"seed": sampler.seed},
             reuse=reuse,
+            compilation=compilation,
         )
+        if reason is not None:
+            self.record.notes.append(reason)
         if policy is not None and policy.note is not None:
             self.record.notes.append(policy.note)
         if loaded.source.kind == "random weights":
@@ -196,6 +215,7 @@ class GenerationRun:
         """One token: its record, the text it frees, and whether it is the last."""
         record, cache = self.record, self._cache
         held_before = cache.position if cache is not None else 0
+        self._decoder.ready()
         begin = self._clock.now()
         token = self._decoder.step()
         latency = self._clock.now() - begin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from kvgen.machine import load_average
 from kvgen.measure.clock import Clock, clock_for
 from kvgen.measure.compare import ComparisonRun, Track
 from kvgen.measure.comparison_records import Comparison, PromptSource
-from kvgen.measure.contestants import Cached, Contestant, Uncached
+from kvgen.measure.contestants import Cached, Compiled, Contestant, Uncached
 from kvgen.measure.environment import busy, environment
 from kvgen.measure.facts import model_facts
 from kvgen.measure.rivals import LibraryCache, LibraryGenerate, LibraryStaticCache
@@ -26,6 +27,8 @@ from kvgen.measure.roofline import measured_bandwidth
 from kvgen.measure.run import RANDOM_WEIGHTS
 from kvgen.measure.tokens import check_vocabulary, read_tokens, tracks_for
 from kvgen.models import LoadedModel
+from kvgen.models.products import PACKED
+from kvgen.models.types import ProgressCallback, no_progress
 from kvgen.storage import cache_root
 
 REFERENCE = "kvgen"
@@ -38,8 +41,8 @@ RIVALS: dict[str, Callable[[LoadedModel], Contestant]] = {
 
 
 class Choice(NamedTuple):
-    """A contestant as an option names it: the option (``no_cache``, ``against``, ``cache`` or
-    ``dtype``) and its value.
+    """A contestant as an option names it: the option (``no_cache``, ``against``, ``cache``,
+    ``dtype`` or ``compiled``) and its value.
     """
 
     option: str
@@ -83,8 +86,11 @@ def prepare(
     options: CompareOptions,
     load_in: Callable[[str], LoadedModel],
     clock: Clock | None = None,
+    progress: ProgressCallback = no_progress,
+    load_plain: Callable[[], LoadedModel] | None = None,
 ) -> ComparisonRun:
-    """Everything before the first measurement; ``load_in`` loads the model in another dtype.
+    """Everything before the first measurement; ``load_in`` loads the model in another dtype,
+    ``load_plain`` with its weights as they are, for a compiled step and for the library's own ways.
 
     Raises ``InputError`` if the tokens do not fit the model.
     """
@@ -102,12 +108,23 @@ def prepare(
         _check_fits(depth, len(track.ids) - depth, new_tokens, loaded)
     check_vocabulary(tracks, int(loaded.config.vocab_size))
 
+    @cache
+    def plain() -> LoadedModel:
+        return load_plain() if load_plain and PACKED in loaded.products.values() else loaded
+
+    def contestant(choice: Choice) -> Contestant:
+        if choice.option == "compiled":
+            return Compiled(plain(), f"{REFERENCE} compiled", progress)
+        if choice.option == "against":  # the library's own ways, on weights as it loads them
+            return RIVALS[choice.value](plain())
+        return _contestant(choice, loaded, load_in)
+
     reference = Cached(loaded, REFERENCE)
-    contestants = [reference, *(_contestant(c, loaded, load_in) for c in options.choices)]
+    contestants = [reference, *(contestant(choice) for choice in options.choices)]
     bandwidth = measured_bandwidth(loaded.device, torch.get_num_threads(), cache_root())
-    cache = KVCache(specs_for(loaded.model))
+    empty = KVCache(specs_for(loaded.model))
     record = Comparison(
-        model=model_facts(loaded, reference.weights.total, cache),
+        model=model_facts(loaded, reference.weights.total, empty),
         environment=environment(reference.forward, loaded.device, reference.facts.dtype, bandwidth),
         random_weights=loaded.source.kind == "random weights",
         prompt=options.prompt or "",
@@ -155,8 +172,6 @@ def _contestant(
 ) -> Contestant:
     if choice.option == "no_cache":
         return Uncached(loaded)
-    if choice.option == "against":
-        return RIVALS[choice.value](loaded)
     if choice.option == "cache":
         return Cached(loaded, f"{REFERENCE} {choice.value}", choice.value)
     return Cached(load_in(choice.value), f"{REFERENCE} {choice.value}")

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvgen.measure.environment import busy
-from kvgen.measure.records import Generation, RankShares, Step
+from kvgen.measure.records import Compilation, Generation, RankShares, Step
 from kvgen.report.receipt import receipt_lines
 from kvgen.report.units import bytes_text, seconds_text, visible
 
@@ -142,6 +142,8 @@ def _footer(record: Generation) -> list[str]:
             parts.append(f"TPOT {seconds_text(totals.tpot_s)} ({rate})")
         parts.append(f"load {seconds_text(totals.load_s)}")
         lines.append(", ".join(parts))
+    if record.compilation is not None:
+        lines.append(_compilation_line(record.compilation))
     lines += _memory_lines(record)
     if any(step.recompute_source == "fitted" for step in record.steps):
         measured = sum(step.recompute_source == "measured" for step in record.steps)
@@ -152,6 +154,12 @@ def _footer(record: Generation) -> list[str]:
     lines += record.notes
     lines.append(check_line(record))
     return lines
+
+
+def _compilation_line(found: Compilation) -> str:
+    done = f"{found.compiled} of them compiled now" if found.compiled else "compiled before"
+    ready = seconds_text(found.compile_s)
+    return f"compiled step: {found.programs} programs, {done}, ready in {ready}"
 
 
 def _memory_lines(record: Generation) -> list[str]:
