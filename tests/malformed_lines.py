@@ -127,6 +127,7 @@ chat -m $M --cache nope | 2 | unknown cache
 chat -m $M --stop '' | 2 | --stop needs text
 generate x -m $M --parallel some | 2 | --parallel
 generate x -m $M --parallel tensor --device-map auto | 2 | exclude each other
+generate x -m $M --load-format dummy --device-map auto | 2 | leave out --load-format dummy
 size $M --context 0 | 2 | --context 0
 size $M --context 4g | 2 | --context 4g
 size $M --context 4k,,5 | 2 | --context 4k,,5

@@ -47,13 +47,13 @@ def load_model(options: LoadOptions, progress: ProgressCallback | None = None) -
     and ModelError for everything that is wrong with the model; never returns a model with weights
     that its files do not hold, unless ``load_format`` asks for random ones.
     """
+    check_spread(options)
     if options.load_format == "dummy":
         from kvgen.models.dummy import load_dummy
 
         return load_dummy(options)
     report = progress or no_progress
     check_dtype_name(options.dtype)
-    check_spread(options)
     device = choose_device(options.device)
     source, convert_s = _resolved_folder(options, report)
     name = source.name

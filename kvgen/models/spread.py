@@ -22,6 +22,8 @@ def check_spread(options: LoadOptions) -> None:
     if options.spread == "none":
         return
     asked = "--parallel tensor" if options.spread == "tensor" else "--device-map auto"
+    if options.load_format == "dummy":
+        raise UsageError(f"{asked} divides weights as they are read; leave out --load-format dummy")
     if find_spec("accelerate") is None:
         raise UsageError(
             f'{asked} needs the package accelerate; install it with: pip install "kvgen[parallel]"'
