@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,9 @@ def choose_products(model: Any, folder: Path | None) -> dict[str, str]:
     every = _remembered(folder)
     known = every.setdefault(machine, {})
     missing = [shape for shape in shapes if known.get(shape) not in (WHOLE, BLOCKS, PACKED)]
-    alone = _weights_of_their_own(model)
+    # Reading the models' code takes a moment, and is not asked for where nothing may be packed.
+    packs = missing or PACKED in map(known.get, shapes)
+    alone = _weights_of_their_own(model) if packs else set()
     with torch.no_grad():
         found = {shape: _fastest(shapes[shape], alone) for shape in missing}
     if found and folder is not None and not is_busy():
@@ -145,6 +147,7 @@ def _fastest(layers: list[Any], alone: set[Any]) -> str:
     return PACKED if packed < _GAIN * best else way
 
 
+@cache
 def _source(kind: type) -> str:
     try:
         return inspect.getsource(kind)
