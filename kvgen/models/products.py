@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,12 +115,12 @@ def _weights_of_their_own(model: Any) -> set[Any]:
     """The layers whose weight may lie otherwise: tied to no other, and read by no other code."""
     every = model.named_parameters(remove_duplicate=False)
     users = Counter(weight.data_ptr() for _, weight in every)
+    code = {kind: _source(kind) for kind in set(map(type, model.modules()))}
     found = set()
     for parent in model.modules():
-        code = _source(type(parent))
         for name, layer in parent.named_children():
             weight = getattr(layer, "weight", None)
-            if weight is not None and f"{name}.weight" not in code:
+            if weight is not None and f"{name}.weight" not in code[type(parent)]:
                 found |= {layer} if users[weight.data_ptr()] == 1 else set()
     return found
 
@@ -147,7 +147,6 @@ def _fastest(layers: list[Any], alone: set[Any]) -> str:
     return PACKED if packed < _GAIN * best else way
 
 
-@cache
 def _source(kind: type) -> str:
     try:
         return inspect.getsource(kind)
