@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import types
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -73,8 +73,10 @@ def _built(kind: Any, value: Any, where: str = "") -> Any:
         if not isinstance(value, dict):
             raise TypeError(f"{where.rstrip('.') or 'the document'} must be an object")
         given = [field for field in fields(kind) if field.name in value]
-        # What may be null or empty may be absent: earlier releases lack what came later.
-        needed = [f for f in fields(kind) if f.default is not None and f.default_factory is MISSING]
+        # What may be null, or names nothing, may be absent: earlier releases lack what came later.
+        needed = [
+            f for f in fields(kind) if f.default is not None and f.default_factory is not dict
+        ]
         absent = [f.name for f in needed if f not in given]
         if absent:
             raise ValueError(f"{where}{absent[0]} is missing")
