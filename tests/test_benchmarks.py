@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from tiny import save_tiny_llama
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 
@@ -48,3 +51,24 @@ def test_a_long_run_is_watched() -> None:
     assert len(caches) == 20
     assert len(set(caches[5:10])) == 1  # a window's cache grows no more
     assert done.stdout.count("bytes more for each of the") == 2
+
+
+def test_decode_is_compared_side_by_side(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path / "model")
+    saved = tmp_path / "bench.json"
+    sizes = ("--dtypes", "float32", "--depths", "16,20", "-n", "2", "-r", "1")
+    without = ("--no-compile", "--no-slope", "--device", "cpu")
+    script = [sys.executable, str(SCRIPTS / "bench"), "-m", str(tmp_path / "model")]
+    done = subprocess.run(
+        [*script, *sizes, *without, "--json", str(saved)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd="/",
+    )
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^\| float32 \| (\d+) \| (\w+) \| [\d.]+ ± [\d.]+ \|", done.stdout, re.M)
+    assert rows == [(depth, name) for depth in ("16", "20") for name in ("kvgen", "generate")]
+    run = json.loads(saved.read_text())["runs"]["float32"]
+    assert [row["depth"] for row in run["rows"]] == [0, 4]  # the first 16 tokens come on top
+    assert "llama.cpp is measured on the default model only" in done.stderr
