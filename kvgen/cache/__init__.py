@@ -1,4 +1,4 @@
-"""What a KV cache is here. Nothing in this room knows a model's code or the command line.
+"""What a KV cache is here. Nothing in this room imports another room.
 
 The files, in the order to read them. The first six are the cache; the rest can wait.
 
@@ -7,7 +7,7 @@ The cache itself
     slots            buffers with one slot per token
     stepwise         pairs stored as they are: the layout that is used by default
     layers           one layer, made of the parts that its spec asks for
-    manager          all layers and the one absolute position: append, trim, fork, reset
+    manager          all layers and the one absolute position: advance, trim, fork, reset
     adapter          the same behind transformers' cache protocol, known to this file alone
 
 From a configuration to specs
