@@ -44,13 +44,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=VerbatimCommand)(generate)
-app.command(cls=VerbatimCommand)(batch)
 app.command(cls=VerbatimCommand)(chat)
+app.command(cls=VerbatimCommand)(batch)
 app.command(cls=OrderedCommand)(compare)
 app.command()(report)
-app.command()(size)
 app.command()(explain)
 app.command()(verify)
+app.command()(size)
 app.add_typer(cache_app, name="cache")
 
 
