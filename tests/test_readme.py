@@ -82,8 +82,3 @@ def test_the_captured_walk_is_the_one_that_the_documentation_tests() -> None:
     explained = (ROOT / "docs" / "explain.md").read_text("utf-8")
     captured = README.split("```text\n$ kvgen explain", 1)[1].split("```", 1)[0]
     assert f"```\n$ kvgen explain{captured}```" in explained
-
-
-def test_links_lead_to_files() -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / target).exists(), target

@@ -133,8 +133,9 @@ def batch(
 ) -> int:
     """Continue many texts with one load of the model, several at a time.
 
-    What prompts begin with in common is computed once. Every result is one JSON line, in the
-    order of the prompts; stderr carries the progress and a summary.
+    What prompts begin with in common is computed once. Every result is one
+    JSON line, in the order of the prompts; stderr carries the progress and a
+    summary.
     """
     from kvgen.cache.policies import DEFAULT, find_policy
     from kvgen.cli import sharding

@@ -182,7 +182,7 @@ def compare(
         list[Path] | None,
         option(
             "--plot",
-            help="Draw to FILE.svg, .png or .html; repeatable. Needs kvgen[plot].",
+            help="Draw to FILE.svg, .png or .html; repeatable. Needs matplotlib.",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
@@ -199,8 +199,8 @@ def compare(
 ) -> int:
     """Run the same tokens with the cache and without it, and prove that they agree.
 
-    The reference, kvgen's cache, chooses the tokens once; every contestant is led through the same
-    ids, in turn with the others.
+    The reference, kvgen's cache, chooses the tokens once; every contestant is
+    led through the same ids, in turn with the others.
     """
     from kvgen.cli.streams import read_prompt
 

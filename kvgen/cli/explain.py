@@ -62,8 +62,8 @@ def explain(
 ) -> int:
     """Show what the cache stores, reads and saves at every token, and prove it.
 
-    Greedy, on your own model and prompt. Exit code 5 if a stored pair changed or the two paths
-    disagree.
+    Greedy, on your own model and prompt. Exit code 5 if a stored pair changed
+    or the two paths disagree.
     """
     from kvgen.cli.streams import Output, read_prompt
 

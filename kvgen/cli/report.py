@@ -26,7 +26,7 @@ def report(
     ] = None,
     plot: Annotated[
         list[Path] | None,
-        option("--plot", help="Draw to FILE.svg, .png or .html; repeatable. Needs kvgen[plot]."),
+        option("--plot", help="Draw to FILE.svg, .png or .html; repeatable. Needs matplotlib."),
     ] = None,
     steps: Annotated[bool, option("--steps", help="Show every step in a table.")] = False,
     chart: Annotated[bool, option("--chart/--no-chart", help="Draw in the text.")] = True,

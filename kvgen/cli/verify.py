@@ -57,8 +57,8 @@ def verify(
 ) -> int:
     """Prove on a model that cached and uncached forwards agree, and say where they do not.
 
-    Runs the model through the cache in every way it can be used and holds the logits against one
-    uncached forward. Exit code 5 if any check fails.
+    Runs the model through the cache in every way it can be used and holds the
+    logits against one uncached forward. Exit code 5 if any check fails.
     """
     from kvgen.cli.streams import Output
 
