@@ -179,6 +179,33 @@ def test_generate_says_that_its_step_is_compiled(cli: Cli, tiny_folder: Path) ->
     assert "compiled step" not in plain.stderr
 
 
+def test_compiled_and_own_steps_read_each_others_prompt_caches(
+    cli: Cli, tiny_folder: Path, tmp_path: Path
+) -> None:
+    line = (
+        "generate",
+        "-m",
+        tiny_folder,
+        "-n",
+        "5",
+        "--ignore-eos",
+        "--prompt-cache",
+        tmp_path / "a",
+    )
+    first = cli(*line, "Time flies", "--compile")
+    assert "compiled step" in first.stderr
+    checked = cli("cache", "verify", tmp_path / "a", "-m", tiny_folder)
+    assert checked.returncode == 0, checked.stderr
+    plain = cli(*line, "Time flies")
+    assert "10 tokens submitted, 9 reused" in plain.stderr
+    assert plain.stdout == first.stdout
+    cli("cache", "save", "Time f", tmp_path / "b", "-m", tiny_folder)
+    longer = cli(*line[:-1], tmp_path / "b", "Time flies", "--compile")
+    assert "10 tokens submitted, 6 reused" in longer.stderr
+    assert longer.stdout == first.stdout
+    assert "identical" in longer.stderr
+
+
 def test_compare_takes_the_compiled_step_as_a_contestant(cli: Cli, tiny_folder: Path) -> None:
     import json
 

@@ -43,6 +43,9 @@ class Forward:
         self._model = model
         ours = one_query_attention(model, attention)
         self.attention = own_attention(model) if ours is None else f"kvgen, {ours.own}"
+        self.stored_as = self.attention
+        """What a cache file names. A compiled step keeps the name of the one it stands in for, as
+        it stores the same pairs: then either reads the other's files."""
         self.products = products or {}
         self._attending = ours or nullcontext()
         self._multiplying = OneRowProducts(model, self.products)

@@ -122,7 +122,7 @@ class GenerationRun:
                 options.prompt_cache,
                 not options.prompt_cache_read_only,
                 loaded,
-                self._forward.attention,
+                self._forward.stored_as,
                 self._cache,
                 self._clock,
             )
