@@ -233,6 +233,15 @@ def _none() -> str:
     raise RuntimeError("no compiler")
 
 
+def test_a_cache_folder_that_is_a_file_is_one_line(
+    cli: Cli, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVGEN_CACHE_DIR", str(tiny_folder / "config.json"))
+    done = cli("generate", "a", "-m", tiny_folder, "-n", "2", "--compile")
+    assert done.returncode == 2
+    assert "kvgen: cannot keep the compiled step in" in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("other", [("--no-cache",), ("--cache", "int8"), ("--cache", "exact")])
 def test_compiling_needs_the_cache_that_grows_in_steps(cli: Cli, other: tuple[str, ...]) -> None:
     done = cli("generate", "a", "--compile", *other)

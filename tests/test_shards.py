@@ -77,6 +77,16 @@ def test_shards_merged_equal_one_run(
     assert "of 9 prompts have no result, first the one with the id" in short.stderr
     assert cli("batch", "--merge", prompts, parts[0], parts[0]).returncode == 2
 
+    last = parts[0].read_bytes()  # of a part that lost its last line break, and of one doubled
+    parts[0].write_bytes(last.rstrip())
+    assert cli("batch", "--merge", prompts, *parts, "-o", tmp_path / "again").returncode == 0
+    assert results(tmp_path / "again") == results(tmp_path / "all")
+    parts[0].write_bytes(2 * last)
+    assert "has two results with the id" in cli("batch", "--merge", prompts, *parts).stderr
+    own = cli("batch", "--merge", prompts, *parts, "-o", parts[0])
+    assert (own.returncode, parts[0].read_bytes()) == (2, 2 * last)
+    assert "is one of the files to merge" in own.stderr
+
     # As a rank of torchrun, without a word about shards.
     for name, value in (("RANK", 1), ("WORLD_SIZE", 4), ("MASTER_ADDR", "x"), ("MASTER_PORT", 1)):
         monkeypatch.setenv(name, str(value))
@@ -102,4 +112,5 @@ def test_files_of_results_need_merge(cli: Cli, prompts: Path, tmp_path: Path) ->
     assert done.returncode == 2
     assert f"cannot merge {other}: its line 1 is no result of kvgen batch" in done.stderr
     assert "cannot read" in cli("batch", "--merge", prompts, tmp_path / "absent").stderr
+    assert "--merge needs the files of results" in cli("batch", "--merge", prompts).stderr
     assert "--merge runs nothing" in cli("batch", "--merge", prompts, "--shard", "1/2").stderr

@@ -220,7 +220,8 @@ def _read(file: str) -> tuple[list[Request], list[Rejected]]:
     except OSError as error:
         raise UsageError(f"cannot read {file}: {error.strerror}") from error
     if not any(found):
-        raise InputError(f"{file} holds no prompts; write a line of JSON for each")
+        name = "stdin" if file == "-" else file
+        raise InputError(f"{name} holds no prompts; write a line of JSON for each")
     return found
 
 

@@ -47,10 +47,15 @@ def is_other_rank() -> bool:
 def merge(requests: list[Request], parts: list[str], output: Path | None) -> int:
     """Write the results of all parts in the order of the requests.
 
-    Raises ``InputError`` at the end where a request has no result.
+    Raises ``InputError`` at the end where a request has no result, and ``UsageError`` for no parts
+    and for an ``output`` that is one of them.
     """
     from kvgen.measure.shards import merged
 
+    if not parts:
+        raise UsageError("--merge needs the files of results; name them after that of the prompts")
+    if output is not None and output.exists() and output.resolve() in map(_resolved, parts):
+        raise UsageError(f"{output} is one of the files to merge; write to another file")
     target = Output(output)
     lines, missing = merged(requests, [(name, _results(name)) for name in parts])
     target.write(b"".join(lines).decode("utf-8"))
@@ -73,6 +78,13 @@ def _results(name: str) -> dict[Id, bytes]:
     except OSError as error:
         raise UsageError(f"cannot read {name}: {error.strerror}") from error
     found: dict[Id, bytes] = {}
-    for number, line in enumerate(content.splitlines(keepends=True), 1):
-        found[result_of(line, f"cannot merge {name}", number)["id"]] = line
+    for number, line in enumerate(content.splitlines(), 1):
+        key = result_of(line, f"cannot merge {name}", number)["id"]
+        if key in found:
+            raise UsageError(f"{name} has two results with the id {json.dumps(key)}")
+        found[key] = line + b"\n"
     return found
+
+
+def _resolved(name: str) -> Path:
+    return Path(name).resolve()

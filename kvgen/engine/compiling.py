@@ -13,6 +13,7 @@ import json
 import platform
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -106,7 +107,8 @@ def compile_part(part: Part, model: Any, cache: KVCache) -> None:
     except Exception as error:  # the compiler's parts raise nearly every type there is
         raise CannotCompileError(f"cannot be traced ({one_line(error)})") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # where the folder is none, nothing is left in it
+            temporary.unlink()
 
 
 def load_part(part: Part, device: torch.device) -> Callable[[list[Tensor]], list[Tensor]] | None:

@@ -102,7 +102,7 @@ def _request(fields: Any, line: int) -> Request:
     if given.get("max_new_tokens", 1) < 1:
         raise ValueError("asks for less than 1 new token")
     if not 0 <= given.get("seed", 0) < 2**63:
-        raise ValueError("has a seed that is not below 2^63")
+        raise ValueError("has a seed that is not from 0 to 2^63 - 1")
     if ("prompt" in given) == ("messages" in given):
         raise ValueError("needs a prompt or messages, and not both")
     if "messages" in given and given.keys() & {"system", "chat"}:
@@ -117,7 +117,7 @@ def _request(fields: Any, line: int) -> Request:
 
 def _expect(name: str, value: Any, kind: Any, wanted: str) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
-        raise ValueError(f"has {name} = {value!r}, which is not {wanted}")
+        raise ValueError(f"has {name} = {json.dumps(value)}, which is not {wanted}")
 
 
 def _messages(value: Any) -> tuple[Message, ...] | None:
