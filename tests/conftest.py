@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+from scripts_project import Project
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -100,3 +101,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     proven = sum("test_a_type_is_served_exactly" in report.nodeid for report in passed)
     if proven:
         terminalreporter.write_line(f"model types proven against their uncached forward: {proven}")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+@pytest.fixture
+def ready(project: Project) -> Project:
+    """A project whose environment is made and current."""
+    done = project.run()
+    assert done.returncode == 0, done.stderr
+    assert project.builds() == 1
+    return project

@@ -69,7 +69,7 @@ def drop_first(cache: KVCache, tokens: int) -> None:
     cache.position -= tokens
 
 
-def goes_back(specs: Sequence[LayerSpec], policy: Policy) -> bool:
+def keeps_every_slot(specs: Sequence[LayerSpec], policy: Policy) -> bool:
     """Whether a cache holds each of its earlier states as well, as ``lift`` needs it."""
     return all(
         isinstance(part, TokenSlots) and part.window is None
@@ -79,7 +79,7 @@ def goes_back(specs: Sequence[LayerSpec], policy: Policy) -> bool:
 
 
 def lift(cache: KVCache, first: int, last: int) -> list[list[Tensor]]:
-    """Copies of the slots from ``first`` to ``last`` of a cache that ``goes_back``, by part."""
+    """By part, copies of the slots from ``first`` to ``last`` of one that ``keeps_every_slot``."""
     slots = [part for layer in cache.layers for part in _parts(layer)]
     return [[view[:, :, first:last].clone() for view in part.views] for part in slots]
 

@@ -1,4 +1,4 @@
-"""The text of one row as its ids come, and where it ends."""
+"""The text of one sequence as its ids come, and where it ends."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ class Answer:
         self._most, self._ends = most, ends
         self.ids: list[int] = []
         self.text = ""
+        """What may be shown: nothing of a stop string, or of what may become one."""
+        self.piece = ""
+        """What the last id completed, whatever stop strings hold back of it."""
         self.reason: Ending | None = None
         """Why it has ended; ``None`` while it goes on."""
 
@@ -37,7 +40,8 @@ class Answer:
     def push(self, token_id: int) -> bool:
         """Take one id; whether it is the last."""
         self.ids.append(token_id)
-        self.text += self._stops.push(self._pieces.push(token_id))
+        self.piece = self._pieces.push(token_id)
+        self.text += self._stops.push(self.piece)
         if self._stops.found is not None:
             self.reason = "stop"
         elif token_id in self._ends:

@@ -18,12 +18,12 @@ from kvgen.cache.reuse import ONE_TOKEN, Receipt, cannot_serve, goes_back
 from kvgen.cache.trie import common_prefix
 from kvgen.engine.answer import Answer
 from kvgen.engine.decoder import Decoder
-from kvgen.engine.forward import Forward
+from kvgen.engine.forward import Forward, check_piece
 from kvgen.engine.prompt import check_known, check_text, encode_chat, messages_for
 from kvgen.engine.reply import Reply
 from kvgen.engine.sampling import Sampler, SamplingOptions
 from kvgen.engine.splice import splice
-from kvgen.errors import InputError, UsageError
+from kvgen.errors import InputError
 from kvgen.models import LoadedModel
 
 DEFAULT_NEW_TOKENS = 512
@@ -110,13 +110,8 @@ class Conversation:
         self._specs = specs_for(loaded.model)
         self._policy = policy_for(loaded.model, options.cache)
         self._chunk = options.prefill_chunk
-        if not continues_prefill(loaded.model, self._specs):
-            if self._chunk not in (None, 1):
-                raise UsageError(
-                    f"{loaded.config.model_type} does not continue its state over a second "
-                    "forward of several tokens; leave out --prefill-chunk, or make it 1"
-                )
-        elif self._chunk is None:
+        check_piece(loaded.model, self._specs, self._chunk)
+        if self._chunk is None and continues_prefill(loaded.model, self._specs):
             self._chunk = _PIECE
         self.cache = self.new_cache()
         self.turns: list[Turn] = []

@@ -5,7 +5,7 @@ adapter; the model itself comes from outside.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -20,9 +20,20 @@ from kvgen.cache.quirks import (
     state_holders,
     take_back_states,
 )
+from kvgen.cache.spec import LayerSpec
 from kvgen.engine.attention import one_query_attention, own_attention
 from kvgen.engine.finite import NotFiniteError, first_not_finite, told
+from kvgen.errors import UsageError
 from kvgen.models.products import OneRowProducts
+
+
+def check_piece(model: Any, specs: Sequence[LayerSpec], piece: int | None) -> None:
+    """Raise ``UsageError`` for a ``piece`` of several tokens that the model cannot go on after."""
+    if piece not in (None, 1) and not continues_prefill(model, specs):
+        raise UsageError(
+            f"{model.config.model_type} does not continue its state over a second forward of "
+            "several tokens; leave out --prefill-chunk, or make it 1"
+        )
 
 
 class Forward:

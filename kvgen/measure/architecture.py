@@ -14,6 +14,7 @@ from kvgen.measure.parameters import estimate_parameters
 from kvgen.models import hub
 from kvgen.models.gguf_header import read_gguf
 from kvgen.models.names import DEFAULT_HUB_ID, DEFAULT_NAME, find_default_gguf
+from kvgen.models.store import find_converted_before
 from kvgen.models.types import LoadOptions
 from kvgen.models.weights import (
     INDEX_FILE,
@@ -79,6 +80,9 @@ def read_architecture(options: LoadOptions) -> Architecture:
     if path.is_dir():
         return _from_folder(name, path)
     if path.suffix.lower() == ".gguf":
+        converted = find_converted_before(path)
+        if converted is not None:  # its config.json says the same, and is read at once
+            return _from_folder(name, converted)
         config, parameters = read_gguf(path, name)
         # kvgen converts GGUF files to float32, in which they are loaded.
         return Architecture(name, config, "float32", parameters * 4, "counted in the GGUF header")

@@ -11,18 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
-from kvgen.cache.adapter import TransformersCache, continues_prefill, policy_for, specs_for
+from kvgen.cache.adapter import TransformersCache, policy_for, specs_for
 from kvgen.cache.manager import KVCache
 from kvgen.cache.prefix_index import PrefixIndex
 from kvgen.cache.prefix_plan import PrefixPlan
 from kvgen.cache.prefix_spans import PrefixSpans
 from kvgen.cache.reuse import Receipt
-from kvgen.cache.rows import goes_back
+from kvgen.cache.rows import keeps_every_slot
 from kvgen.engine.answer import Answer
 from kvgen.engine.batch import Row, RowBatch
-from kvgen.engine.forward import Forward
+from kvgen.engine.forward import Forward, check_piece
 from kvgen.engine.sampling import Sampler
-from kvgen.errors import UsageError
 from kvgen.measure.batch_prompts import BatchOptions, Prompt, prepare_prompts, unfinished
 from kvgen.measure.batch_records import BatchSummary, RowResult, Timing
 from kvgen.measure.clock import Clock, DeviceClock
@@ -75,22 +74,16 @@ class BatchRun:
         self._forward = Forward(loaded.model, loaded.attention, loaded.products)
         self._specs = specs_for(loaded.model)
         self._policy = policy_for(loaded.model, self._options.cache)
-        if self._options.prefill_chunk not in (None, 1) and not continues_prefill(
-            loaded.model, self._specs
-        ):
-            raise UsageError(
-                f"{loaded.config.model_type} does not continue its state over a second forward of "
-                "several tokens; leave out --prefill-chunk, or make it 1"
-            )
+        check_piece(loaded.model, self._specs, self._options.prefill_chunk)
         prompts, self.rejected = prepare_prompts(loaded, requests, self._options)
         self._prompts = unfinished(prompts, finished or {})
         if self._prompts and not self._options.force:
             self._check_memory()
         self.summary = self._new_summary(len(prompts) - len(self._prompts))
         self._plan = PrefixPlan([p.ids for p in self._prompts] if self.summary.shared else [])
-        self._goes_back = goes_back(self._specs, self._policy)
+        self._every_slot = keeps_every_slot(self._specs, self._policy)
         self._stored: PrefixIndex | PrefixSpans = PrefixIndex(self._budget())
-        if self._goes_back:
+        if self._every_slot:
             self._stored = PrefixSpans(self._new_cache(), self._budget())
 
     @property
@@ -161,7 +154,7 @@ class BatchRun:
         if turn.finished_with:
             self._stored.drop(ids[: turn.start])
         stops = [stop for stop in turn.stops if stop > cache.position]
-        ends = [len(ids)] if self._goes_back else sorted({*stops, len(ids)})
+        ends = [len(ids)] if self._every_slot else sorted({*stops, len(ids)})
         adapter, seconds = TransformersCache(cache), receipt.saved_s or 0.0
         for end in ends:
             first = cache.position

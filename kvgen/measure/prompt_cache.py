@@ -67,20 +67,11 @@ class PromptCache:
             receipt = self._taken(self._file, prompt)
         if header.seconds is not None and self._held:
             self._rate = header.seconds / len(self._held)
-        return Reuse(
-            receipt.submitted,
-            receipt.matched,
-            receipt.reused,
-            receipt.computed,
-            receipt.why_fewer,
-            self._why_no_further(receipt.matched, prompt, chat),
-            receipt.saved_s,
-            file=str(self.path),
-            file_tokens=len(self._held),
-            file_bytes=self._file.bytes,
-            read_s=self._open_s + took[0],
-            identify_s=self.identify_s,
-        )
+        reuse = Reuse.of(receipt, self._why_no_further(receipt.matched, prompt, chat))
+        reuse.file, reuse.file_tokens = str(self.path), len(self._held)
+        reuse.file_bytes = self._file.bytes
+        reuse.read_s, reuse.identify_s = self._open_s + took[0], self.identify_s
+        return reuse
 
     def wants_snapshot(self, tokens: int) -> bool:
         """Whether the cache must be copied before the prompt's last token, as it will not be able

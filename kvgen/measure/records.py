@@ -6,7 +6,10 @@ A record is all that reports get; nothing in it is rounded.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from kvgen.cache.reuse import Receipt
 
 
 @dataclass
@@ -124,6 +127,19 @@ class Reuse:
     """Reading the file, every byte checked."""
     identify_s: float | None = None
     """Finding out whether it belongs to this model; once per loaded model."""
+
+    @classmethod
+    def of(cls, receipt: Receipt, why_no_further: str | None = None) -> Reuse:
+        """The record of a cache's own receipt."""
+        return cls(
+            receipt.submitted,
+            receipt.matched,
+            receipt.reused,
+            receipt.computed,
+            receipt.why_fewer,
+            why_no_further,
+            receipt.saved_s,
+        )
 
 
 @dataclass

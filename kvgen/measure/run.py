@@ -11,14 +11,13 @@ from typing import Literal
 
 import torch
 
-from kvgen.cache.adapter import continues_prefill, policy_for, specs_for
+from kvgen.cache.adapter import policy_for, specs_for
 from kvgen.cache.policies import DEFAULT
+from kvgen.engine.answer import Answer
 from kvgen.engine.decoder import Decoder
-from kvgen.engine.forward import Forward
+from kvgen.engine.forward import Forward, check_piece
 from kvgen.engine.prompt import check_fits, check_known, encode
 from kvgen.engine.sampling import Sampler, SamplingOptions
-from kvgen.engine.text import IncrementalText, StopStrings
-from kvgen.errors import UsageError
 from kvgen.measure.clock import Clock, clock_for
 from kvgen.measure.compilation import compiled_or_not
 from kvgen.measure.environment import environment
@@ -107,11 +106,7 @@ class GenerationRun:
         else:
             self._forward = Forward(loaded.model, loaded.attention, loaded.products)
         chunk = options.prefill_chunk
-        if chunk not in (None, 1) and not continues_prefill(loaded.model, specs):
-            raise UsageError(
-                f"{loaded.config.model_type} does not continue its state over a second forward of "
-                "several tokens; leave out --prefill-chunk, or make it 1"
-            )
+        check_piece(loaded.model, specs, chunk)
         # The last new token is never forwarded, so it is never stored.
         tokens = len(ids) + wanted - 1
         self._cache = policy.for_tokens(tokens).make(specs) if policy else None
@@ -134,8 +129,8 @@ class GenerationRun:
         sampler = Sampler(options.sampling)
         snapshot = self._file is not None and self._file.wants_snapshot(tokens)
         self._decoder = Decoder(self._forward, ids, sampler, self._cache, chunk, snapshot)
-        self._text = IncrementalText(loaded.tokenizer, ids)
-        self._stops = StopStrings(options.stop)
+        ends = frozenset() if options.ignore_eos else loaded.stop_ids
+        self._answer = Answer(loaded.tokenizer, ids, wanted, ends, options.stop)
         self._kept = KeptLogits(self._kept_limit(wanted))
         self._detokenize_s = 0.0
         bandwidth = measured_bandwidth(loaded.device, torch.get_num_threads(), cache_root())
@@ -164,19 +159,15 @@ class GenerationRun:
 
     def pieces(self) -> Iterator[str]:
         """Generate; yield after every step the text that may now be shown, which may be empty."""
-        record = self.record
-        ended = False
-        while not ended:
-            piece, ended = self._step(len(record.steps))
-            record.text += piece
-            # What was held back as a possible stop string or part of a character is text after all.
-            yield piece + (self._rest() if ended and record.finish_reason != "stop" else "")
+        while self._answer.reason is None:
+            self._step(len(self.record.steps))
+            yield self._new_text()
 
     def interrupted(self, why: Literal["interrupted", "memory"] = "interrupted") -> str:
         """End the generation where it stands; the last text that may be shown."""
-        rest = self._rest()
+        self._answer.close()
         self.record.finish_reason = why
-        return rest
+        return self._new_text()
 
     def finish(self) -> Generation:
         """The record, complete, after recomputing without a cache what the options ask for."""
@@ -211,8 +202,14 @@ class GenerationRun:
         record.kept = Kept(str(self._file.path))
         self._file.keep(record.kept, snapshot, self._decoder.ids, record.reuse, prefill_s)
 
-    def _step(self, index: int) -> tuple[str, bool]:
-        """One token: its record, the text it frees, and whether it is the last."""
+    def _new_text(self) -> str:
+        """What may be shown now and was not yet."""
+        shown = len(self.record.text)
+        self.record.text = self._answer.text
+        return self.record.text[shown:]
+
+    def _step(self, index: int) -> None:
+        """One token and its record."""
         record, cache = self.record, self._cache
         held_before = cache.position if cache is not None else 0
         self._decoder.ready()
@@ -222,7 +219,7 @@ class GenerationRun:
         self._kept.add(index, token.logits)
 
         reading = self._clock.now()
-        text = self._text.push(token.id)
+        self._answer.push(token.id)
         shown = self._loaded.tokenizer.decode([token.id], skip_special_tokens=False)
         self._detokenize_s += self._clock.now() - reading
 
@@ -236,7 +233,7 @@ class GenerationRun:
                 index=index,
                 token_id=token.id,
                 token=shown,
-                text=text,
+                text=self._answer.piece,
                 position=position,
                 latency_s=latency,
                 forwarded_tokens=forwarded,
@@ -247,23 +244,8 @@ class GenerationRun:
                 bandwidth_share=read / latency / bandwidth if bandwidth and latency else None,
             )
         )
-        piece = self._stops.push(text)
-        if self._stops.found is not None:
-            record.finish_reason, record.stop_string = "stop", self._stops.found
-        elif token.id in self._loaded.stop_ids and not self._options.ignore_eos:
-            record.finish_reason = "end"
-        ended = record.finish_reason != "length" or index + 1 == record.max_new_tokens
-        return piece, ended
-
-    def _rest(self) -> str:
-        rest = self._stops.push(self._text.flush())
-        if self._stops.found is None:
-            rest += self._stops.flush()
-        else:
-            self.record.finish_reason = "stop"
-            self.record.stop_string = self._stops.found
-        self.record.text += rest
-        return rest
+        record.finish_reason = self._answer.reason or record.finish_reason
+        record.stop_string = self._answer.stop_string
 
     def _kept_limit(self, new_tokens: int) -> int:
         mode = self._options.recompute

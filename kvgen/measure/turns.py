@@ -97,7 +97,12 @@ class MeasuredConversation:
         plan = talk.plan(question)
         self._check_memory(plan)
         reply = talk.reply(plan)
-        record = TurnRecord(self.tally.turns, question, _reuse(plan), plan.dropped_turns)
+        record = TurnRecord(
+            self.tally.turns,
+            question,
+            Reuse.of(plan.receipt, plan.why_no_further),
+            plan.dropped_turns,
+        )
         record.tokenize_s = self._clock.now() - begin
         self.record = record
         try:
@@ -167,15 +172,3 @@ class MeasuredConversation:
         demand = Demand(more, find_policy(talk.options.cache), min(plan.receipt.computed, 512))
         itemsize, device = talk.loaded.dtype.itemsize, str(talk.loaded.device)
         check_before_growing(talk.loaded.config, talk.cache.specs, itemsize, device, demand)
-
-
-def _reuse(plan: Plan) -> Reuse:
-    receipt = plan.receipt
-    return Reuse(
-        receipt.submitted,
-        receipt.matched,
-        receipt.reused,
-        receipt.computed,
-        receipt.why_fewer,
-        plan.why_no_further,
-    )

@@ -37,6 +37,15 @@ def find_converted(sha256: str) -> Path | None:
     return folder if _is_complete(folder) else None
 
 
+def find_converted_before(path: Path) -> Path | None:
+    """The same for a file whose content hash is remembered, without reading it."""
+    try:
+        sha256 = _remembered_hash(path)
+    except OSError:
+        return None
+    return None if sha256 is None else find_converted(sha256)
+
+
 def publish(
     sha256: str,
     write: Callable[[Path], None],
@@ -77,18 +86,32 @@ def write_manifest(folder: Path) -> None:
 
 def content_hash(path: Path) -> str:
     """SHA-256 of a file's content, remembered by its path, size and times."""
-    status = path.stat()
-    # The change time is part of the key because a replaced file can carry its old modified time.
-    stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-    index = cache_root() / "gguf" / "hashes.json"
-    known = _read_index(index)
-    key = str(path.resolve())
-    entry = known.get(key)
-    if isinstance(entry, dict) and entry.get("stamp") == stamp and _is_hash(entry.get("sha256")):
-        return str(entry["sha256"])
+    remembered = _remembered_hash(path)
+    if remembered is not None:
+        return remembered
+    stamp = _stamp(path)
     digest = _hash_file(path)
-    _write_index(index, {**known, key: {"stamp": stamp, "sha256": digest}})
+    known = _read_index(_index())
+    _write_index(_index(), {**known, str(path.resolve()): {"stamp": stamp, "sha256": digest}})
     return digest
+
+
+def _remembered_hash(path: Path) -> str | None:
+    entry = _read_index(_index()).get(str(path.resolve()))
+    if isinstance(entry, dict) and entry.get("stamp") == _stamp(path):
+        sha256 = entry.get("sha256")
+        return str(sha256) if _is_hash(sha256) else None
+    return None
+
+
+def _index() -> Path:
+    return cache_root() / "gguf" / "hashes.json"
+
+
+def _stamp(path: Path) -> list[int]:
+    # The change time is part of it because a replaced file can carry its old modified time.
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def _folder(sha256: str) -> Path:
