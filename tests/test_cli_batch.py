@@ -97,7 +97,7 @@ def test_a_row_is_what_generate_gives(cli: Cli, tiny_folder: Path, tmp_path: Pat
         ({"messages": ["a"]}, "has messages that are not a list of"),
         ({"messages": [{"role": "user"}]}, "has messages that are not a list of"),
         ({"prompt": 3}, "has prompt = 3, which is not text"),
-        ({"prompt": "a", "id": True}, "has id = True, which is not text or a whole"),
+        ({"prompt": "a", "id": True}, "has id = true, which is not text or a whole"),
         ({"prompt": "a", "max_new_tokens": 0}, "less than 1 new token"),
         ({"prompt": "a", "seed": -1}, "has a seed"),
         ({"prompt": "a", "stop": 3}, "has a stop"),
