@@ -131,7 +131,6 @@ class Comparing:
                 self.options,
                 lambda dtype: load_model(replace(self.load, dtype=dtype), progress),
                 progress=progress,
-                load_plain=lambda: load_model(replace(self.load, tune="off"), progress),
             )
         if self.gates.baseline is not None:
             run.record.warnings += check_baseline(run.record, self.gates.baseline)

@@ -200,7 +200,7 @@ def generate(
             trust_remote_code=trust_remote_code,
             offline=offline,
             attention=attention.value,
-            tune="off" if compiled else tune.value,  # a compiled step takes weights as they are
+            tune=tune.value,
             load_format=load_format.value,
             spread=spread,
         )

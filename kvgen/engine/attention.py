@@ -24,7 +24,7 @@ from kvgen.errors import UsageError
 # has no argument. What others that bring their own add to it, kvgen does not know.
 _EAGER = ("gemma2", "vaultgemma", "gpt_oss", "mimo_v2_flash", "granite_swa", "granitemoe_swa")
 # Keys from which on two matrix products beat torch's kernel on a CPU (docs/performance.md).
-_MANY_KEYS = 512
+_MANY_KEYS = 768
 
 
 class OneQueryAttention(AbstractContextManager[None]):

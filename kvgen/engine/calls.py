@@ -57,8 +57,6 @@ def find_layers(model: Any, specs: Sequence[LayerSpec]) -> list[Any]:
     for spec in specs:
         if spec.kind not in (FULL, SLIDING) or spec.index_dim or not spec.value_dim or spec.states:
             raise CannotCompileError(f"has layers that keep more than pairs ({spec.kind})")
-    if any(tensor.is_mkldnn for tensor in model.buffers()):
-        raise CannotCompileError('has its weights packed; load it with tune="off"')
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == len(specs):
             indices = [

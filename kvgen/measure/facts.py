@@ -9,7 +9,6 @@ from kvgen.measure.fit import Storage, growth, windowless
 from kvgen.measure.records import ModelFacts, RankShares
 from kvgen.models import LoadedModel
 from kvgen.models.causal import build_skeleton
-from kvgen.models.packed import weights
 from kvgen.models.ranks import current
 
 
@@ -67,4 +66,4 @@ def device_note(cache: KVCache) -> str:
 def _parameters(loaded: LoadedModel) -> int:
     """Of the whole model, also where this rank's tensors are only its parts."""
     model = loaded.model if current() is None else build_skeleton(loaded.model.config, "")
-    return sum(weight.numel() for weight in weights(model).values())
+    return sum(weight.numel() for weight in model.parameters())

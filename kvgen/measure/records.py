@@ -184,7 +184,7 @@ class Environment:
     """Large reads, measured once on this machine and remembered."""
     products: dict[str, str] | None = None
     """How each shape of linear layer multiplies one row, where that was chosen by timing: whole,
-    as the library does, in blocks, or over packed weights."""
+    as the library does, in blocks, or by torch's own product of a matrix and a vector (gemv)."""
 
 
 @dataclass

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from kvgen.machine import cpu_name, is_busy
-from kvgen.models.packed import weights
 from kvgen.models.ranks import local, shared
 from kvgen.storage import make_private, write_atomically
 
@@ -31,7 +30,7 @@ class WeightReads:
     """
 
     def __init__(self, model: Any) -> None:
-        every = weights(model)
+        every = dict(model.named_parameters())
         parameters = _unique(map(local, every.values()))
         self.total = sum((parameters | _unique(map(local, model.buffers()))).values())
         table = local(model.get_input_embeddings().weight)
@@ -62,11 +61,8 @@ def _first(config: Any, names: tuple[str, ...]) -> int | None:
 
 
 def _unique(tensors: Iterable[Any]) -> dict[int, int]:
-    # Packed weights and those that wait on a disk have no address, and share no memory.
-    return {
-        id(t) if t.is_mkldnn else t.data_ptr() or id(t): t.numel() * t.element_size()
-        for t in tensors
-    }
+    # Weights that wait on a disk have no address, and share no memory.
+    return {t.data_ptr() or id(t): t.numel() * t.element_size() for t in tensors}
 
 
 def measured_bandwidth(device: Any, threads: int, folder: Path | None) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +26,6 @@ from kvgen.measure.roofline import measured_bandwidth
 from kvgen.measure.run import RANDOM_WEIGHTS
 from kvgen.measure.tokens import check_vocabulary, read_tokens, tracks_for
 from kvgen.models import LoadedModel
-from kvgen.models.products import PACKED
 from kvgen.models.types import ProgressCallback, no_progress
 from kvgen.storage import cache_root
 
@@ -87,10 +85,8 @@ def prepare(
     load_in: Callable[[str], LoadedModel],
     clock: Clock | None = None,
     progress: ProgressCallback = no_progress,
-    load_plain: Callable[[], LoadedModel] | None = None,
 ) -> ComparisonRun:
-    """Everything before the first measurement; ``load_in`` loads the model in another dtype,
-    ``load_plain`` with its weights as they are, for a compiled step and for the library's own ways.
+    """Everything before the first measurement; ``load_in`` loads the model in another dtype.
 
     Raises ``InputError`` if the tokens do not fit the model.
     """
@@ -108,15 +104,11 @@ def prepare(
         _check_fits(depth, len(track.ids) - depth, new_tokens, loaded)
     check_vocabulary(tracks, int(loaded.config.vocab_size))
 
-    @cache
-    def plain() -> LoadedModel:
-        return load_plain() if load_plain and PACKED in loaded.products.values() else loaded
-
     def contestant(choice: Choice) -> Contestant:
         if choice.option == "compiled":
-            return Compiled(plain(), f"{REFERENCE} compiled", progress)
-        if choice.option == "against":  # the library's own ways, on weights as it loads them
-            return RIVALS[choice.value](plain())
+            return Compiled(loaded, f"{REFERENCE} compiled", progress)
+        if choice.option == "against":
+            return RIVALS[choice.value](loaded)
         return _contestant(choice, loaded, load_in)
 
     reference = Cached(loaded, REFERENCE)

@@ -2,17 +2,15 @@
 
 The library's product reads a matrix of weights at half the speed of memory and less when it has
 one row to multiply (docs/performance.md). The same product taken in blocks of the matrix's rows,
-where they lie, can be much faster, and so can one over a weight packed for the purpose; where,
-depends on the processor, its arithmetic library, the dtype and the shape. All are timed once and
-the fastest is remembered. Imports torch inside the functions.
+where they lie, can be much faster, and so can torch's own product in 16 bits; where, depends on the
+processor, its arithmetic libraries, the dtype and the shape. All are timed once and the fastest is
+remembered. No weight is moved or copied. Imports torch inside the functions.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Product = Callable[["Tensor"], "Tensor"]
-WHOLE, BLOCKS, PACKED = "whole", "blocks", "packed"
+WHOLE, BLOCKS, GEMV = "whole", "blocks", "gemv"
 _LEAST_BYTES = 128 * 1024  # of a matrix that is worth a choice
 _TIMED_BYTES = 256 * 1024 * 1024  # read at least, where a model has them, to leave any cache behind
 _ROUNDS = 3
@@ -35,16 +33,16 @@ _FILE = "products.json"
 
 
 class OneRowProducts(AbstractContextManager[None]):
-    """Within its ``with`` block, the linear layers of ``model`` that ``chosen`` says multiply one
-    row in blocks; ``chosen`` is what ``choose_products`` gave.
+    """Within its ``with`` block, the linear layers of ``model`` multiply one row as ``chosen``
+    says, which is what ``choose_products`` gave.
     """
 
     def __init__(self, model: Any, chosen: Mapping[str, str]) -> None:
         self._layers = [
-            (vars(layer), _in_blocks(layer))
+            (vars(layer), _WAYS[chosen[shape]](layer))
             for shape, layers in _by_shape(model).items()
             for layer in layers
-            if chosen.get(shape) == BLOCKS
+            if chosen.get(shape, WHOLE) != WHOLE
         ]
 
     def __enter__(self) -> None:
@@ -58,26 +56,27 @@ class OneRowProducts(AbstractContextManager[None]):
 
 def choose_products(model: Any, folder: Path | None) -> dict[str, str]:
     """The fastest product for each shape of linear layer in ``model``, such as "576x1536 float32":
-    whole as the library takes it, in blocks, or over packed weights.
+    whole as the library takes it, in blocks, or gemv, torch's own.
 
     Timed where ``folder`` does not remember it, and remembered there unless other work ran beside
-    it. Layers to be packed are, one after another, so that no weight but one is ever held twice;
-    the choice for others is for ``OneRowProducts``. Empty on a device that is no CPU.
+    it. Empty on a device that is no CPU.
     """
     import torch
 
     if model.device.type != "cpu":
         return {}
     shapes = _by_shape(model)
-    machine = f"{cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    threads = f"{torch.get_num_threads()} threads"
+    # A choice among fewer ways, by an earlier release, is none.
+    setting = ", ".join((cpu_name(), threads, f"torch {torch.__version__}", WHOLE, *_WAYS))
     every = _remembered(folder)
-    known = every.setdefault(machine, {})
-    missing = [shape for shape in shapes if known.get(shape) not in (WHOLE, BLOCKS, PACKED)]
-    # Reading the models' code takes a moment, and is not asked for where nothing may be packed.
-    packs = missing or PACKED in map(known.get, shapes)
-    alone = _weights_of_their_own(model) if packs else set()
+    known = every.setdefault(setting, {})
     with torch.no_grad():
-        found = {shape: _fastest(shapes[shape], alone) for shape in missing}
+        found = {
+            shape: _fastest(layers)
+            for shape, layers in shapes.items()
+            if known.get(shape) not in (WHOLE, *_WAYS)
+        }
     if found and folder is not None and not is_busy():
         known.update(found)
         try:
@@ -85,11 +84,7 @@ def choose_products(model: Any, folder: Path | None) -> dict[str, str]:
             write_atomically(folder / _FILE, json.dumps(every, indent=1))
         except OSError:
             pass  # timed again next time
-    chosen = {shape: found.get(shape) or known[shape] for shape in shapes}
-    for shape, layers in shapes.items():
-        if chosen[shape] == PACKED:
-            _pack(layers, alone)
-    return chosen
+    return {shape: found.get(shape) or known[shape] for shape in shapes}
 
 
 def _by_shape(model: Any) -> dict[str, list[Any]]:
@@ -111,58 +106,19 @@ def _by_shape(model: Any) -> dict[str, list[Any]]:
     return shapes
 
 
-def _weights_of_their_own(model: Any) -> set[Any]:
-    """The layers whose weight may lie otherwise: tied to no other, and read by no other code."""
-    every = model.named_parameters(remove_duplicate=False)
-    users = Counter(weight.data_ptr() for _, weight in every)
-    code = {kind: _source(kind) for kind in set(map(type, model.modules()))}
-    found = set()
-    for parent in model.modules():
-        for name, layer in parent.named_children():
-            weight = getattr(layer, "weight", None)
-            if weight is not None and f"{name}.weight" not in code[type(parent)]:
-                found |= {layer} if users[weight.data_ptr()] == 1 else set()
-    return found
-
-
-def _fastest(layers: list[Any], alone: set[Any]) -> str:
-    """Which product takes ``layers`` of one shape the least time, which they end as they began."""
+def _fastest(layers: list[Any]) -> str:
+    """Which product takes ``layers`` of one shape the least time."""
     import torch
-
-    from kvgen.models.packed import unpack
 
     weight = layers[0].weight
     timed = layers[: -(-_TIMED_BYTES // weight.nbytes)]
     row = torch.ones(1, 1, weight.shape[1], dtype=weight.dtype)
-    del weight  # which packing would else keep alive
-    whole, blocks = _times(
-        row, [layer.forward for layer in timed], [_in_blocks(layer) for layer in timed]
-    )
-    best, way = (blocks, BLOCKS) if blocks < _GAIN * whole else (whole, WHOLE)
-    if not _pack(timed, alone):
-        return way
-    (packed,) = _times(row, [layer.forward for layer in timed])
-    for layer in timed:
-        unpack(layer)
-    return PACKED if packed < _GAIN * best else way
-
-
-def _source(kind: type) -> str:
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):
-        return ""
-
-
-def _pack(layers: list[Any], alone: set[Any]) -> bool:
-    """Pack all layers or, where one of them cannot be, none; whether it was done."""
-    from kvgen.models.packed import can_pack, pack
-
-    if not alone.issuperset(layers) or not can_pack(layers[0]):
-        return False
-    for layer in layers:
-        pack(layer)
-    return True
+    names = [BLOCKS, GEMV] if weight.element_size() == 2 and _uses_onednn() else [BLOCKS]
+    ways = [[layer.forward for layer in timed]]
+    ways += [[_WAYS[name](layer) for layer in timed] for name in names]
+    whole, *others = _times(row, *ways)
+    best, name = min(zip(others, names, strict=True))
+    return name if best < _GAIN * whole else WHOLE
 
 
 def _times(row: Tensor, *ways: list[Product]) -> list[float]:
@@ -206,11 +162,42 @@ def _product(
     return product if bias is None else product + bias
 
 
+def _uses_onednn() -> bool:
+    import torch
+
+    return bool(torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled())
+
+
+def _as_gemv(layer: Any) -> Product:
+    """A forward of ``layer`` that takes one row by torch's own product and several as ever."""
+    import torch
+
+    return partial(_without_onednn, layer.in_features, torch._C._set_mkldnn_enabled, layer.forward)
+
+
+def _without_onednn(
+    inputs: int, enable: Callable[[bool], None], whole: Product, rows: Tensor
+) -> Tensor:
+    """oneDNN brings a matrix of 16 bits into an order of its own, anew at every product; torch
+    reads it where it lies.
+    """
+    if rows.numel() != inputs:
+        return whole(rows)
+    enable(False)
+    try:
+        return whole(rows)
+    finally:
+        enable(True)
+
+
+_WAYS: dict[str, Callable[[Any], Product]] = {BLOCKS: _in_blocks, GEMV: _as_gemv}
+
+
 def _remembered(folder: Path | None) -> dict[str, dict[str, str]]:
     if folder is None:
         return {}
     try:
         found = json.loads((folder / _FILE).read_text("utf-8"))
-        return {machine: dict(shapes) for machine, shapes in found.items()}
+        return {setting: dict(shapes) for setting, shapes in found.items()}
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return {}
