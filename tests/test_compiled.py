@@ -12,12 +12,12 @@ import torch
 from conftest import Cli
 from families import WINDOW, tiny_model
 from oracle import full_logits, largest_difference
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from kvgen.cache.adapter import TransformersCache, specs_for
 from kvgen.cache.slots import TokenSlots
 from kvgen.cache.stepwise import Blocks
 from kvgen.engine import compiling
-from kvgen.engine.calls import attending, standing_in
 from kvgen.engine.compiled import CompiledForward
 from kvgen.engine.forward import Forward
 from kvgen.engine.graphs import StepGraphs
@@ -106,7 +106,7 @@ def test_a_second_start_compiles_nothing(folder: Path) -> None:
     _, first = compiled("llama")
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     _, second = compiled("llama")
-    assert second.compilation.programs == first.compilation.programs == 2
+    assert second.compilation.programs == first.compilation.programs == 3
     assert second.compilation.compiled == 0
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
@@ -134,6 +134,7 @@ def test_nothing_of_the_compiled_step_stays_with_the_model() -> None:
     [
         ("mamba", "has layers that keep more than pairs"),
         ("bloom", "does not attend through transformers' attention interface"),
+        ("falcon", "cannot do without a mask"),
     ],
 )
 def test_a_model_that_cannot_be_compiled_says_why(model_type: str, reason: str) -> None:
@@ -141,11 +142,60 @@ def test_a_model_that_cannot_be_compiled_says_why(model_type: str, reason: str) 
         compiled(model_type)
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0] * 4,
+    "long_factor": [3.0] * 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("llama", {"rope_parameters": LONGROPE, "max_position_embeddings": 64}),
+        pytest.param("roberta", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_what_no_program_can_hold_the_models_own_code_does(
+    model_type: str, changes: dict[str, Any]
+) -> None:
+    """A rotary base that changes with the length; positions counted from what a cache holds."""
+    model = tiny_model(model_type, **changes).requires_grad_(False)
+    forward, plain = CompiledForward(model, specs_for(model)), Forward(model)
+    caches = [new_cache(model), new_cache(model)]
+    for cache in caches:
+        plain.extend(IDS[:3], cache)
+    found, expected = (
+        fed(one, cache, IDS[3:24]) for one, cache in zip((forward, plain), caches, strict=True)
+    )
+    assert forward.compilation.programs == 2  # a layer and the head
+    assert largest_difference(found, expected) < FLOAT32
+
+
+def test_a_model_that_does_more_between_its_layers_is_not_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def doubled(self: Any, hidden: torch.Tensor, **more: Any) -> Any:
+        return torch.nn.Module.__call__(self, 2 * hidden, **more)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "__call__", doubled)
+    with pytest.raises(CannotCompileError, match="does more between its layers"):
+        compiled("llama")
+
+
 def test_a_wrong_program_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     right = compiling.load_part
     monkeypatch.setattr(
         "kvgen.engine.compiled.load_part",
-        lambda part, device: lambda inputs: [1.01 * each for each in right(part, device)(inputs)],
+        lambda part, device: (
+            lambda inputs: [
+                1.01 * each if each.is_floating_point() else each
+                for each in right(part, device)(inputs)
+            ]
+        ),
     )
     with pytest.raises(CannotCompileError, match="computes something else when compiled"):
         compiled("llama")
@@ -215,7 +265,7 @@ def test_compare_takes_the_compiled_step_as_a_contestant(cli: Cli, tiny_folder: 
     document = json.loads(done.stdout)
     assert [one["name"] for one in document["contestants"]] == ["kvgen", "kvgen compiled"]
     assert document["contestants"][0]["compilation"] is None
-    assert document["contestants"][1]["compilation"]["programs"] == 2
+    assert document["contestants"][1]["compilation"]["programs"] == 3
     assert document["rows"][0]["results"][1]["agreement"]["verdict"] == "exact"
 
 
@@ -277,9 +327,7 @@ class Repeated(StepGraphs):
 
     def replay(self, slots: Sequence[TokenSlots]) -> torch.Tensor:
         key = tuple(buffer.data_ptr() for each in slots for buffer in each.buffers())
-        # A replay goes through none of the model's own code, as little as its stand-ins do.
-        stand_ins = standing_in(self.forward._modules, self.forward._stand_ins)
-        with torch.inference_mode(), attending(self.forward._model), stand_ins:
+        with torch.inference_mode():
             return self.steps[key]().clone()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvgen.cache.adapter import TransformersCache
 from kvgen.cache.spec import FULL, SLIDING, LayerSpec
 from kvgen.engine.traced import CannotCompileError, TracedCache
+from kvgen.models.failures import one_line
 
 ATTENTION = "kvgen_compiled"
 """The attention that a model is set to while its step is compiled; no masks are made for it."""
@@ -52,6 +53,45 @@ class Call:
         )
 
 
+class Flow:
+    """Where each layer's tensors come from: the layer before it, or outside of all layers."""
+
+    def __init__(self) -> None:
+        self.outside: list[Tensor] = []
+        """What layers are given that no layer made, the first one's hidden states among it."""
+        self.sources: list[list[int | None]] = []
+        """For each tensor of each layer, its place in ``outside``; ``None`` is the result before
+        it.
+        """
+        self._result: Tensor | None = None
+
+    def add(self, call: Call, result: Tensor) -> None:
+        """The next layer, and what it made of its call."""
+        self.sources.append([self._source(tensor) for tensor in call.tensors])
+        self._result = result
+
+    def _source(self, tensor: Tensor) -> int | None:
+        if tensor is self._result:
+            return None
+        for place, known in enumerate(self.outside):
+            if tensor is known:
+                return place
+        self.outside.append(tensor)
+        return len(self.outside) - 1
+
+
+class Recorded(NamedTuple):
+    """How a step calls a model's layers."""
+
+    calls: list[Call]
+    """One for each module that was asked for."""
+    as_tuple: bool
+    """Whether layers return tuples."""
+    flow: Flow
+    hidden: Tensor
+    """What a layer returned."""
+
+
 def find_layers(model: Any, specs: Sequence[LayerSpec]) -> list[Any]:
     """The decoder layers, in the order of the cache's. Raises ``CannotCompileError``."""
     for spec in specs:
@@ -69,21 +109,22 @@ def find_layers(model: Any, specs: Sequence[LayerSpec]) -> list[Any]:
 
 
 def recorded(
-    model: Any, modules: Sequence[Any], steps: Callable[[], object]
-) -> tuple[list[Call], bool]:
-    """How ``steps``, which forwards single tokens, calls each of ``modules``, layers first.
+    model: Any, layers: Sequence[Any], others: Sequence[Any], steps: Callable[[], object]
+) -> Recorded:
+    """How ``steps``, which forwards single tokens, calls each of ``layers`` and ``others``.
 
-    Also whether layers return tuples. Raises ``CannotCompileError`` where calls change from token
-    to token in more than the values of tensors.
+    Raises ``CannotCompileError`` where calls change from token to token in more than the values of
+    tensors, or where the model needs the mask that a compiled step has none of.
     """
+    modules = [*layers, *others]
     calls: list[list[Call]] = [[] for _ in modules]
-    results: list[Any] = []
+    results: list[list[Any]] = [[] for _ in modules]
 
-    def recorder(own: Callable[..., Any], seen: list[Call]) -> Callable[..., Any]:
+    def recorder(own: Callable[..., Any], seen: list[Call], given: list[Any]) -> Any:
         def record(*args: Any, **kwargs: Any) -> Any:
             seen.append(Call(args, kwargs))
-            results.append(own(*args, **kwargs))
-            return results[-1]
+            given.append(own(*args, **kwargs))
+            return given[-1]
 
         return record
 
@@ -95,9 +136,13 @@ def recorded(
         attended.append(1)
         return query.new_zeros(1, 1, query.shape[1], value.shape[-1]), None  # only shapes matter
 
-    recorders = [recorder(m.forward, seen) for m, seen in zip(modules, calls, strict=True)]
+    owns = [module.forward for module in modules]
+    recorders = [recorder(*each) for each in zip(owns, calls, results, strict=True)]
     with attending(model, attention), standing_in(modules, recorders):
-        steps()
+        try:
+            steps()
+        except Exception as error:  # whatever a model's own code does without what it expects
+            raise CannotCompileError(f"cannot do without a mask ({one_line(error)})") from error
     if not attended:
         raise CannotCompileError("does not attend through transformers' attention interface")
     for first, *later in calls:
@@ -106,10 +151,16 @@ def recorded(
                 raise CannotCompileError("hands its layers a tensor that grows with every token")
             if call.rest != first.rest:
                 raise CannotCompileError("hands its layers a number that changes with every token")
-    as_tuple = isinstance(results[0], tuple)
-    if as_tuple and any(each is not None for each in results[0][1:]):
-        raise CannotCompileError("has layers that return more than hidden states")
-    return [seen[0] for seen in calls], as_tuple
+    as_tuple = isinstance(results[0][0], tuple)
+    flow = Flow()
+    for seen, given in zip(calls[: len(layers)], results, strict=False):
+        hidden, *more = given[0] if as_tuple else given[:1]
+        if any(each is not None for each in more):
+            raise CannotCompileError("has layers that return more than hidden states")
+        flow.add(seen[0], hidden)
+    if any(None not in sources for sources in flow.sources[1:]):
+        raise CannotCompileError("does more between its layers than to call one after the other")
+    return Recorded([seen[0] for seen in calls], as_tuple, flow, hidden)
 
 
 @contextmanager

@@ -19,16 +19,20 @@ from kvgen.cache.manager import KVCache
 from kvgen.cache.slots import TokenSlots
 from kvgen.cache.spec import LayerSpec
 from kvgen.cache.stepwise import Blocks
-from kvgen.engine.calls import attending, standing_in
+from kvgen.engine.calls import Call, attending, standing_in
 from kvgen.engine.compiling import Part, compile_part, load_part, parts_of
 from kvgen.engine.forward import Forward
 from kvgen.engine.graphs import StepGraphs
 from kvgen.engine.traced import BLOCK, CannotCompileError
+from kvgen.models.causal import rotary_change
 from kvgen.models.types import ProgressCallback, no_progress
 
 # Of the largest logit: twice the most that another order of summing has moved one.
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 7e-2}
 _FLOAT32_TOLERANCE = 1e-4
+
+
+Run = Callable[[list[Tensor]], list[Tensor]]
 
 
 class Compilation(NamedTuple):
@@ -60,17 +64,26 @@ class CompiledForward(Forward):
         begin = time.perf_counter()
         self._specs = tuple(specs)
         cache = self._new_cache()
-        parts, self._tuples = parts_of(model, specs, lambda: self._two_steps(cache))
-        different = {part.file: part for part in parts}
+        parts = parts_of(model, specs, lambda: self._two_steps(cache), self._step_call(cache))
+        every = [*parts.layers, *(part for part in (parts.before, parts.after) if part)]
+        different = {part.file: part for part in every}
         found = {file: load_part(part, model.device) for file, part in different.items()}
         missing = [part for file, part in different.items() if found[file] is None]
         for done, part in enumerate(missing):
             progress("compiling the decode step, once for this model", done, len(missing))
             compile_part(part, model, cache.kv)
             found[part.file] = load_part(part, model.device)
-        runs = {file: run for file, run in found.items() if run is not None}
-        self._modules = [part.module for part in parts]
-        self._stand_ins = [self._stand_in(i, p, runs[p.file]) for i, p in enumerate(parts)]
+        loaded = {file: run for file, run in found.items() if run is not None}
+        runs = [_bound(part, loaded[part.file]) for part in every]
+        self._layers, self._sources = runs[: len(specs)], parts.recorded.flow.sources
+        self._around = (runs[-2], runs[-1]) if parts.before else None
+        # Where the model's own code runs around its layers, programs are called in parts' places.
+        through = [] if parts.before else list(zip(every, runs, strict=True))
+        self._modules = [part.module for part, _ in through]
+        self._stand_ins = [
+            self._stand_in(index, part, run, parts.recorded.as_tuple)
+            for index, (part, run) in enumerate(through)
+        ]
         self._kv: KVCache | None = None
         self._numbers = torch.arange(0, device=model.device)
         self._places: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -87,10 +100,13 @@ class CompiledForward(Forward):
             return super().cached(ids, cache)
         if self._graphs is not None:
             return self._replayed(ids[0], cache, self._graphs)
-        self._kv = cache.kv
-        self._places.clear()
-        with attending(self._model), standing_in(self._modules, self._stand_ins):
-            return super().cached(ids, cache)
+        with torch.inference_mode():
+            token, position = (
+                torch.tensor([[n]], device=self._device) for n in (ids[0], cache.kv.position)
+            )
+            logits = self._step(token, position, cache)
+        cache.kv.advance(1)
+        return logits
 
     def ready(self, cache: TransformersCache) -> None:
         """Grow the buffers and capture a graph now, where the next token would have to."""
@@ -116,37 +132,60 @@ class CompiledForward(Forward):
         return logits
 
     def _capture(self, cache: TransformersCache, graphs: StepGraphs) -> None:
-        def step() -> Tensor:
-            inputs = self._inputs(1, cache, cache.kv.position)
-            if "position_ids" in inputs:
-                inputs["position_ids"] = graphs.position
-            logits: Tensor = self._model(
-                input_ids=graphs.token, return_dict=True, **inputs, **self._last_only
-            ).logits[0, -1]
-            return logits
-
-        self._kv = cache.kv
         slots = self._slots(cache.kv)
         self._blocks(max(each.capacity for each in slots) // BLOCK)  # made outside of the graph
-        stand_ins = standing_in(self._modules, self._stand_ins)
-        with torch.inference_mode(), attending(self._model), stand_ins:
-            graphs.capture(slots, step)
+        with torch.inference_mode():
+            graphs.capture(slots, lambda: self._step(graphs.token, graphs.position, cache))
+
+    def _step(self, token: Tensor, position: Tensor, cache: TransformersCache) -> Tensor:
+        """The logits ``[vocab]`` after one token; both inputs are ``[1, 1]``."""
+        self._kv = cache.kv
+        self._places.clear()
+        if self._around is None:
+            return self._through_model(token, position, cache)
+        before, after = self._around
+        outside, hidden = before([token, position]), token
+        for index, (layer, sources) in enumerate(zip(self._layers, self._sources, strict=True)):
+            inputs = [hidden if place is None else outside[place] for place in sources]
+            hidden = layer(inputs + self._place(index))[0]
+        return after([token, position, hidden])[0][0, -1]
+
+    def _through_model(self, token: Tensor, position: Tensor, cache: TransformersCache) -> Tensor:
+        """As ``_step``, with the model's own code around the layers."""
+        inputs = self._step_inputs(token, cache)
+        if "position_ids" in inputs:
+            inputs["position_ids"] = position
+        with attending(self._model), standing_in(self._modules, self._stand_ins):
+            logits: Tensor = self._model(**inputs).logits[0, -1]
+        return logits
+
+    def _step_inputs(self, token: Tensor, cache: TransformersCache) -> dict[str, Any]:
+        return {
+            "input_ids": token,
+            **self._inputs(1, cache, cache.kv.position),
+            "return_dict": True,
+            **self._last_only,
+        }
+
+    def _step_call(self, cache: TransformersCache) -> Call | None:
+        """A call of the whole model for one token, where it depends on no more than its tensors."""
+        config = self._model.config.get_text_config(decoder=True)
+        if not self._takes_positions or rotary_change(config) is not None:
+            return None
+        token = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+        return Call((), self._step_inputs(token, cache))
 
     def _slots(self, kv: KVCache) -> list[TokenSlots]:
         return [layer.pairs for layer in kv.layers if isinstance(layer.pairs, TokenSlots)]
 
-    def _stand_in(
-        self, index: int, part: Part, run: Callable[[list[Tensor]], list[Tensor]]
-    ) -> Callable[..., Any]:
+    def _stand_in(self, index: int, part: Part, run: Run, as_tuple: bool) -> Callable[..., Any]:
         """What is called in a part's place."""
-        weights, where = part.weights, part.call.where
-        as_tuple = self._tuples and part.spec is not None
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            inputs = [*weights, *(_at(path, args, kwargs) for path in where)]
-            if part.spec is not None:
-                inputs += self._place(index)
-            result = run(inputs)[0]
+            inputs = [_at(path, args, kwargs) for path in part.call.where]
+            if part.spec is None:
+                return run(inputs)[0]
+            result = run(inputs + self._place(index))[0]
             return (result,) if as_tuple else result
 
         return call
@@ -191,6 +230,12 @@ class CompiledForward(Forward):
             off = float((one - other).abs().max())
             if not off <= limit * max(1.0, float(one.abs().max())):  # so that a NaN is off too
                 raise CannotCompileError(f"computes something else when compiled (by {off:.1e})")
+
+
+def _bound(part: Part, program: Run) -> Run:
+    """A part's program with its weights."""
+    weights = list(part.named.values())
+    return lambda inputs: program(weights + inputs)
 
 
 def _at(path: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -15,23 +15,27 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import zip_longest
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
 
+from kvgen.cache.adapter import TransformersCache
 from kvgen.cache.manager import KVCache
 from kvgen.cache.spec import LayerSpec
 from kvgen.engine.calls import (
     Call,
+    Flow,
+    Recorded,
     attending,
     batched_experts,
     find_layers,
     recorded,
     spelled,
+    standing_in,
 )
 from kvgen.engine.traced import BLOCK, CannotCompileError, RowProducts, TracedCache
 from kvgen.errors import UsageError
@@ -39,49 +43,90 @@ from kvgen.models.failures import one_line
 from kvgen.models.quiet import quiet_libraries
 from kvgen.storage import cache_root, make_private
 
-# Loops are split for many threads, and run on as many as there are.
-_SETTINGS: dict[str, Any] = {"cpp.threads": 16, "cpp.dynamic_threads": True}
+# Loops are split for many threads, and run on as many as there are. A product and a sum may be one
+# instruction, which rounds once less.
+_SETTINGS: dict[str, Any] = {
+    "cpp.threads": 16,
+    "cpp.dynamic_threads": True,
+    "cpp.enable_floating_point_contract_flag": "fast",
+}
 _EXAMPLE_BLOCKS, _EXAMPLE_CAPACITY = 64, 96
+
+
+class Outside(NamedTuple):
+    """The place of a program that is the model without its layers."""
+
+    layers: Sequence[Any]
+    recorded: Recorded
+    after: bool
+    """After the last layer, or before the first."""
 
 
 @dataclass
 class Part:
-    """A module that is compiled: a decoder layer, or the head that gives the logits."""
+    """What one program computes: a decoder layer, the head that gives the logits, or the model
+    without its layers, before them or after.
+    """
 
     module: Any
-    spec: LayerSpec | None
-    """What the layer stores; ``None`` for the head."""
     call: Call
     file: Path
+    spec: LayerSpec | None = None
+    """What a layer stores."""
+    outside: Outside | None = None
 
-    @property
-    def weights(self) -> list[Tensor]:
-        """What it multiplies with, in the order in which its program takes them."""
-        return list(_named_tensors(self.module).values())
+    @cached_property
+    def named(self) -> dict[str, Tensor]:
+        """What it multiplies with, in the order in which its program takes it."""
+        return _named_tensors(self.module, self.outside.layers if self.outside else ())
+
+
+class Parts(NamedTuple):
+    """All programs of a step: one for each layer, and for what lies around them."""
+
+    layers: list[Part]
+    before: Part | None
+    """Gives what ``flow`` says is ``outside`` of layers; ``None`` where the model's own code does.
+    """
+    after: Part | None
+    """The logits of what the last layer returns; or only the head, if even that, without
+    ``before``.
+    """
+    recorded: Recorded
 
 
 def parts_of(
-    model: Any, specs: Sequence[LayerSpec], steps: Callable[[], object]
-) -> tuple[list[Part], bool]:
-    """The parts to compile, and whether layers return tuples.
+    model: Any, specs: Sequence[LayerSpec], steps: Callable[[], object], step: Call | None
+) -> Parts:
+    """The parts to compile. ``steps`` forwards single tokens; ``step`` is such a call of the model,
+    where what is outside of its layers depends on no more than the call's tensors.
 
-    ``steps`` forwards single tokens. Raises ``CannotCompileError``.
+    Raises ``CannotCompileError``.
     """
-    modules = find_layers(model, specs)
-    head = model.get_output_embeddings()
-    if type(head) is torch.nn.Linear:
-        modules.append(head)
-    calls, as_tuple = recorded(model, modules, steps)
+    layers, head = find_layers(model, specs), model.get_output_embeddings()
+    heads = [head] if step is None and type(head) is torch.nn.Linear else []
+    found = recorded(model, layers, heads, steps)
     common = [torch.__version__, transformers.__version__, _own_code(), _device_name(model.device)]
-    of_layers = json.dumps(model.config.to_dict(), default=str, sort_keys=True)
-    parts = []
-    for module, spec, call in zip_longest(modules, specs, calls):
-        described = [*common, call.rest, *_described(module), *_shapes(call.tensors)]
-        if spec is not None:
-            described.append(of_layers)
+    settings = {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
+    configured = [*common, json.dumps(settings, default=str, sort_keys=True)]
+
+    def part(of: list[str], module: Any, call: Call, **more: Any) -> Part:
+        new = Part(module, call, Path(), **more)
+        described = [*of, call.rest, *_described(new), *_shapes(call.tensors)]
         name = hashlib.sha256("\n".join(described).encode()).hexdigest()
-        parts.append(Part(module, spec, call, cache_root() / "compiled" / f"{name}.pt2"))
-    return parts, as_tuple
+        new.file = cache_root() / "compiled" / f"{name}.pt2"
+        return new
+
+    each = zip(layers, specs, found.calls, strict=False)
+    parts = [part(configured, layer, call, spec=spec) for layer, spec, call in each]
+    if step is None:
+        last = [part(common, head, found.calls[-1]) for head in heads]
+        return Parts(parts, None, last[0] if last else None, found)
+    before, after = (
+        part(configured, model, step, outside=Outside(layers, found, last))
+        for last in (False, True)
+    )
+    return Parts(parts, before, after, found)
 
 
 def compile_part(part: Part, model: Any, cache: KVCache) -> None:
@@ -134,34 +179,54 @@ class _Program(torch.nn.Module):  # type: ignore[misc]  # torch is read without 
         super().__init__()
         self._rest = (part, model, cache)  # in a tuple, so that nothing of it counts as a weight
 
-    def forward(
-        self,
-        weights: list[Tensor],
-        tensors: list[Tensor],
-        buffers: list[Tensor] | None = None,
-        slots: Tensor | None = None,
-        span: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, weights: list[Tensor], tensors: list[Tensor], *more: Any) -> Any:
+        """``more`` are a layer's buffers, slots and span, or what the last layer returned."""
         part, model, kv = self._rest
-        cache = None
-        if buffers is not None and slots is not None and span is not None:
-            cache = TracedCache(kv, buffers, slots, span)
-        args, kwargs = part.call.with_inputs(tensors, cache)
-        named = dict(zip(_named_tensors(part.module), weights, strict=True))
-        attention = cache.attention if cache else None
-        with attending(model, attention), batched_experts(model), RowProducts():
-            result = torch.func.functional_call(part.module, named, args, kwargs)
+        if part.outside is not None:
+            return self._outside(part.outside, weights, tensors, *more)
+        cache = TracedCache(kv, *more) if part.spec is not None else None
+        with attending(model, cache.attention if cache else None), batched_experts(model):
+            result = self._called(weights, tensors, cache)
         if cache is not None and cache.updates != 1:
             raise CannotCompileError("does not store one pair per layer and token")
         return result[0] if isinstance(result, tuple) else result
 
+    def _outside(
+        self,
+        outside: Outside,
+        weights: list[Tensor],
+        tensors: list[Tensor],
+        hidden: Tensor | None = None,
+    ) -> Any:
+        _, model, kv = self._rest
+        flow = Flow()
+        result = torch.zeros_like(outside.recorded.hidden) if hidden is None else hidden
+
+        def layer(*args: Any, **kwargs: Any) -> Any:
+            flow.add(Call(args, kwargs), result)
+            return (result,) if outside.recorded.as_tuple else result
+
+        stand_ins = standing_in(outside.layers, [layer] * len(outside.layers))
+        with attending(model), stand_ins:
+            output = self._called(weights, tensors, TransformersCache(kv))
+        if flow.sources != outside.recorded.flow.sources:
+            raise CannotCompileError("calls its layers in another way while it is traced")
+        return output.logits if outside.after else flow.outside
+
+    def _called(self, weights: list[Tensor], tensors: list[Tensor], cache: Any) -> Any:
+        part = self._rest[0]
+        args, kwargs = part.call.with_inputs(tensors, cache)
+        named = dict(zip(part.named, weights, strict=True))
+        with RowProducts():
+            return torch.func.functional_call(part.module, named, args, kwargs)
+
 
 def _traced(part: Part, model: Any, cache: KVCache) -> Any:
     """The part as an exported program."""
-    weights, inputs = part.weights, part.call.tensors
+    weights, inputs = list(part.named.values()), part.call.tensors
     arguments: tuple[Any, ...] = (weights, inputs)
     grows = torch.export.Dim.DYNAMIC
-    dynamic: tuple[Any, ...] = ([None] * len(weights), [None] * len(inputs))
+    more: tuple[Any, ...] = ()
     if part.spec is not None:
         heads, capacity = part.spec.num_key_value_heads, _EXAMPLE_CAPACITY * BLOCK
         where = {"device": model.device, "dtype": model.dtype}
@@ -172,7 +237,11 @@ def _traced(part: Part, model: Any, cache: KVCache) -> Any:
             for dim in (part.spec.key_dim, part.spec.value_dim)
         ]
         arguments += (buffers, slots, span)
-        dynamic += ([{2: grows}, {2: grows}], {0: grows}, None)
+        more = ([{2: grows}, {2: grows}], {0: grows}, None)
+    elif part.outside is not None and part.outside.after:
+        arguments += (part.outside.recorded.hidden,)
+        more = (None,)
+    dynamic = ([None] * len(weights), [None] * len(inputs), *([more] if more else []))
     program = _Program(part, model, cache)
     return torch.export.export(program, arguments, dynamic_shapes=dynamic, strict=False)
 
@@ -189,20 +258,29 @@ def _require_compiler() -> None:
         ) from error
 
 
-def _named_tensors(module: Any) -> dict[str, Tensor]:
-    return dict(module.named_parameters()) | dict(module.named_buffers())
+def _named_tensors(module: Any, without: Sequence[Any]) -> dict[str, Tensor]:
+    """Weights and buffers of ``module``, but those of its parts ``without``."""
+    left_out = {id(t) for part in without for t in (*part.parameters(), *part.buffers())}
+    every = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor for name, tensor in every if id(tensor) not in left_out}
 
 
-def _described(module: Any) -> Iterator[str]:
-    """Everything that could make two modules compute differently, but their weights' values."""
-    for name, part in module.named_modules():
+def _described(part: Part) -> Iterator[str]:
+    """Everything that could make two parts compute differently, but their weights' values."""
+    outside = part.outside
+    left_out = {id(m) for layer in (outside.layers if outside else ()) for m in layer.modules()}
+    for name, module in part.module.named_modules():
+        if id(module) in left_out:
+            continue
         settings = {
             key: spelled(value)
-            for key, value in sorted(vars(part).items())
+            for key, value in sorted(vars(module).items())
             if not key.startswith("_") and key not in ("layer_idx", "training")
         }
-        yield f"{name} {type(part).__module__}.{type(part).__qualname__} {settings}"
-    yield from _shapes(_named_tensors(module).values())
+        yield f"{name} {type(module).__module__}.{type(module).__qualname__} {settings}"
+    yield from _shapes(part.named.values())
+    if outside is not None:
+        yield f"{'after' if outside.after else 'before'} {outside.recorded.flow.sources}"
 
 
 def _shapes(tensors: Iterable[Tensor]) -> Iterator[str]:

@@ -43,9 +43,7 @@ class RowProducts(TorchFunctionMode):  # type: ignore[misc]  # torch is read wit
 
 def row_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear`` summed in float32; ``input`` ends in one row, ``[1, in]``."""
-    row = _wide(input)
-    # Kept in memory; it would be widened, or worse computed, again for every row of the weight.
-    row = row.as_strided(row.shape, row.stride())
+    row = _kept(_wide(input))  # or it would be widened again for every row of the weight
     result = (_wide(weight) * row.unsqueeze(-2)).sum(-1)
     if bias is not None:
         result = result + _wide(bias)
@@ -64,32 +62,32 @@ def attend(
     """Attention of one query ``[1, heads, 1, dim]``, as ``[1, 1, heads, value_dim]``.
 
     ``keys`` and ``values`` are ``[1, groups, blocks, block, dim]``; ``seen`` says which of their
-    slots hold what the query may read, ``[blocks, block]``. Each block is a softmax of its own,
-    and those are joined by their largest scores (Dao et al., Flash-Decoding, 2023), so that keys
-    and values are read once, for all the heads of a group, and the work divides over threads.
+    slots hold what the query may read, ``[blocks, block]``. Keys and values are read once, for all
+    the heads of a group; values in blocks that are summed apart and then together, so that the work
+    divides over threads (as in Flash-Decoding, Dao et al., 2023).
     """
     groups = keys.shape[1]
     each = _wide(query).reshape(1, groups, -1, query.shape[-1]) * scaling
-    keys, values = _wide(keys), _wide(values)
-    results = []
-    for head in range(each.shape[2]):
-        scores = (each[:, :, head, None, None, :] * keys).sum(-1)
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        scores = torch.where(seen, scores, _NEVER)
-        largest = scores.amax(-1, keepdim=True)
-        parts = torch.exp(scores - largest)
-        total, read = parts.sum(-1), (parts.unsqueeze(-1) * values).sum(-2)
-        top = largest.amax(2, keepdim=True)
-        if sinks is not None:
-            own = _wide(sinks).reshape(1, groups, -1)[:, :, head, None, None]
-            top = torch.maximum(top, own)
-        weight = torch.exp(largest - top)
-        below = (weight[..., 0] * total).sum(2, keepdim=True)
-        if sinks is not None:
-            below = below + torch.exp(own - top)[..., 0]
-        results.append((weight * read).sum(2) / below)
-    return torch.stack(results, 2).flatten(1, 2).to(query.dtype).unsqueeze(1)
+    each = _kept(each)  # or it would be rotated again for every key
+    keys, values, heads = _wide(keys), _wide(values), range(each.shape[2])
+    # One head at a time, which become one loop. As a dimension they would read the keys again.
+    products = [(each[:, :, head, None, None, :] * keys).sum(-1) for head in heads]
+    if softcap is not None:
+        products = [softcap * torch.tanh(scores / softcap) for scores in products]
+    masked = [torch.where(seen, scores, _NEVER) for scores in products]
+    scores = torch.stack(masked, 2).flatten(3)
+    top = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        own = _wide(sinks).reshape(1, groups, -1, 1)
+        top = torch.maximum(top, own)
+    parts = _kept(torch.exp(scores - top))
+    total = parts.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(own - top)
+    parts = parts.unflatten(3, seen.shape)
+    reads = [(parts[:, :, head].unsqueeze(-1) * values).sum(-2) for head in heads]
+    result = torch.stack(reads, 2).sum(-2) / total
+    return result.flatten(1, 2).to(query.dtype).unsqueeze(1)
 
 
 class TracedCache(TransformersCache):
@@ -148,6 +146,11 @@ class TracedCache(TransformersCache):
             )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return attend(query, key, value, self.seen, scale, softcap, s_aux), None
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """The same, computed once into memory: the compiler would repeat it wherever it is used."""
+    return tensor.as_strided(tensor.shape, tensor.stride())
 
 
 def _wide(tensor: Tensor) -> Tensor:
