@@ -229,7 +229,7 @@ def test_fork_shares_no_memory() -> None:
     assert not ours & theirs
 
 
-def test_used_equals_the_formula_and_allocated_is_used_plus_slack() -> None:
+def test_used_equals_the_formula_and_allocated_is_every_slot() -> None:
     cache = caches()
     feed(cache, 20)
     assert cache.bytes_used == cache.bytes_formula(itemsize=4)

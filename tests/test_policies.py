@@ -33,10 +33,6 @@ def spec_for(window: int | None, kind: str | None = None) -> LayerSpec:
     return LayerSpec(kind or (SLIDING if window else FULL), HEADS, KEY_DIM, VALUE_DIM, window)
 
 
-def held_bytes(slots: PairSlots) -> int:
-    return slots.bytes_used + slots.bytes_slack
-
-
 def real_bytes(slots: PairSlots) -> int:
     storages = {b.untyped_storage().data_ptr(): b.untyped_storage() for b in slots.buffers()}
     return sum(storage.nbytes() for storage in storages.values())
@@ -85,21 +81,22 @@ def drive(
             slots.reset()
             oracle.pairs = []
         elif verb == "save":
-            abandoned.append((slots, oracle.held(), slots.bytes_used))
+            abandoned.append((slots, list(oracle.pairs), slots.bytes_used))
             state = written(slots.state())
             assert sum(tensor.nbytes for tensor in state.tensors.values()) == slots.bytes_used
             slots = policy.slots(spec)
             slots.load(state)
         else:
-            abandoned.append((slots, oracle.held(), slots.bytes_used))
+            abandoned.append((slots, list(oracle.pairs), slots.bytes_used))
             slots = slots.fork()
         assert slots.length == len(oracle.pairs)
         assert slots.held == len(oracle.held())
         same(slots.views, oracle.held())  # type: ignore[operator]
         assert slots.bytes_used == policy.pair_bytes(spec, len(oracle.pairs), 4)
-        assert held_bytes(slots) == real_bytes(slots)
-    for left, held, used in abandoned:
-        same(left.views, held)  # type: ignore[operator]
+        assert sum(buffer.nbytes for buffer in slots.buffers()) == real_bytes(slots)
+    for left, pairs, used in abandoned:
+        oracle.pairs = pairs
+        same(left.views, oracle.held())  # type: ignore[operator]
         assert left.bytes_used == used
 
 

@@ -8,13 +8,10 @@ combination, or one more part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 from torch import Tensor
 
 from kvgen.cache.compressed import Pool
-from kvgen.cache.policy import PairSlots, Policy
+from kvgen.cache.policy import PairSlots, Part, Policy
 from kvgen.cache.recurrent import States
 from kvgen.cache.slots import TokenSlots
 from kvgen.cache.spec import LayerSpec
@@ -29,36 +26,6 @@ class CannotTrimError(ValueError):
 
 class CacheStateError(ModelError):
     """A model did not use the cache it was given."""
-
-
-class Part(Protocol):
-    """What a layer asks of each of its parts."""
-
-    @property
-    def bytes_used(self) -> int:
-        """Bytes a later query can still read."""
-
-    @property
-    def bytes_slack(self) -> int:
-        """Bytes allocated beyond these, for tokens to come."""
-
-    def buffers(self) -> Sequence[Tensor]:
-        """The memory owned, whole."""
-
-    def can_trim(self, tokens: int) -> bool:
-        """Whether the last ``tokens`` tokens can be taken back exactly."""
-
-    def trim(self, tokens: int) -> None:
-        """Take them back, which ``can_trim`` has allowed."""
-
-    def reset(self) -> None:
-        """Back to no tokens."""
-
-    def state(self) -> State:
-        """What is held, to be written somewhere."""
-
-    def load(self, state: State) -> None:
-        """Take the place of the part that gave ``state``."""
 
 
 class Layer:
@@ -120,11 +87,6 @@ class Layer:
     def bytes_used(self) -> int:
         """Bytes a later query can still read, counted on the tensors themselves."""
         return sum(part.bytes_used for part in self.parts)
-
-    @property
-    def bytes_slack(self) -> int:
-        """Bytes allocated for tokens to come. Used and slack together are what is allocated."""
-        return sum(part.bytes_slack for part in self.parts)
 
     def buffers(self) -> list[Tensor]:
         """The memory this layer owns, whole."""

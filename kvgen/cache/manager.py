@@ -105,11 +105,6 @@ class KVCache:
         return sum(layer.bytes_used for layer in self.layers)
 
     @property
-    def bytes_slack(self) -> int:
-        """Bytes allocated for tokens to come: ``bytes_allocated`` less ``bytes_used``."""
-        return sum(layer.bytes_slack for layer in self.layers)
-
-    @property
     def bytes_allocated(self) -> int:
         """Bytes of all storage owned, each storage counted once."""
         storages = (buffer.untyped_storage() for layer in self.layers for buffer in layer.buffers())

@@ -1,10 +1,9 @@
 """Buffers with one slot per token: keys and values, or whatever else a layer keeps per token.
 
 Knows torch's tensors, and imports torch only once there are some; knows nothing of transformers,
-models or layer kinds. Slots always lie in order of absolute
-position, so any mask, bias or padding a model applies by position stays right. Two numbers are
-kept apart: ``length`` counts every token seen (absolute), ``_start`` is the slot of the oldest
-token still held (physical).
+models or layer kinds. Slots always lie in order of absolute position, so any mask, bias or padding
+a model applies by position stays right. Two numbers are kept apart: ``length`` counts every token
+seen (absolute), ``_start`` is the slot of the oldest token still held (physical).
 """
 
 from __future__ import annotations
@@ -62,14 +61,7 @@ class TokenSlots:
     @property
     def bytes_used(self) -> int:
         """Bytes of what is held, counted on the tensors themselves."""
-        return sum(view.numel() * view.element_size() for view in self.views)
-
-    @property
-    def bytes_slack(self) -> int:
-        """Bytes of slots that are allocated and hold nothing: the growth step, a window's slack."""
-        empty = self.capacity - self.held
-        per_slot = (b[:, :, :1].numel() * b.element_size() for b in self._buffers)
-        return empty * sum(per_slot) if self.capacity else 0
+        return sum(view.nbytes for view in self.views)
 
     def buffers(self) -> Sequence[Tensor]:
         """The memory owned, whole."""
