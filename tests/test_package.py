@@ -21,7 +21,6 @@ MAY_IMPORT = {
     "report": {"report", "measure"},
     "cli": {"cli", "report", "measure", "engine", "cache", "models"},
 }
-COMMON = {"errors", "storage"}
 WITHOUT_TORCH = ("cache/spec.py", "cache/shapes.py", "cache/states.py", "cache/settings.py")
 
 

@@ -97,13 +97,12 @@ def _kinds(fields: dict[str, Any], model_type: str) -> list[str] | None:
     return rule(whole, whole.count("num_hidden_layers", "n_layer", "num_layers"))
 
 
-def _period(default: int, field: str = "", other: str = SLIDING, last: bool = False) -> Kinds:
-    """Full attention on every n-th layer, ``last`` also on the last one."""
+def _period(default: int, field: str = "", other: str = SLIDING) -> Kinds:
+    """Full attention on every n-th layer."""
 
     def kinds(whole: Settings, layers: int) -> list[str]:
         period = (whole.integer(field) if field else None) or default
-        found = [FULL if (i + 1) % period == 0 else other for i in range(layers)]
-        return [*found[:-1], FULL] if last else found
+        return [FULL if (i + 1) % period == 0 else other for i in range(layers)]
 
     return kinds
 
@@ -192,7 +191,6 @@ _RULES: dict[str, Kinds] = {
     "gemma2": _period(2),
     "gemma3_text": _period(6, "sliding_window_pattern"),
     "gemma3n_text": _period(5),
-    "gemma4_text": _period(6, last=True),
     "glm_moe_dsa": _all(INDEXED),
     "gpt_oss": _period(2),
     "granite_swa": _begins_period(4),
@@ -226,13 +224,7 @@ _STATED_ONLY = (
 )
 # Their classes change other fields too, such as sizes that differ from layer to layer.
 _CLASS_ONLY = (
-    *("dory", "dots3_note_text", "gemma4_text", "gemma4_unified_text", "inkling_text", "zamba"),
-    *(
-        "inkling2_text",
-        "inkling2_loop_text",
-        "jetmoe",
-        "longcat_flash",
-        "recurrent_gemma",
-        "zamba2",
-    ),
+    *("dory", "dots3_note_text", "gemma4_text", "gemma4_unified_text", "inkling_text"),
+    *("inkling2_loop_text", "inkling2_text", "jetmoe", "longcat_flash", "recurrent_gemma"),
+    *("zamba", "zamba2"),
 )
