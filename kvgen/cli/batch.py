@@ -11,7 +11,7 @@ import typer
 
 from kvgen.cli import options as shared
 from kvgen.cli import values
-from kvgen.cli.interrupts import preparing
+from kvgen.cli.interrupts import INTERRUPTED, preparing
 from kvgen.cli.options import option, use_threads
 from kvgen.errors import InputError, KvgenError, UsageError
 from kvgen.report.units import visible
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kvgen.measure.requests import Rejected, Request
     from kvgen.models import LoadOptions
 
-INTERRUPTED = 130
 _TOKENS, _CACHE, _OUTPUT = "Tokens", "Cache and measuring", "Output"
 
 

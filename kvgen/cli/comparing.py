@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvgen.cli.interrupts import INTERRUPTED
 from kvgen.cli.options import use_threads
 from kvgen.cli.parallel import speaks
 from kvgen.cli.progress import loading, measuring
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from kvgen.measure.gates import GateOptions
     from kvgen.measure.setup import CompareOptions
     from kvgen.models import LoadOptions
-
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True)

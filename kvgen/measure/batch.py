@@ -225,10 +225,9 @@ class BatchRun:
             notes.append(self._policy.note)
         if loaded.source.kind == "random weights":
             notes.append(RANDOM_WEIGHTS)
-        dtype = str(loaded.dtype).removeprefix("torch.")
         return BatchSummary(
             model=model_facts(loaded, WeightReads(loaded.model).total, self._new_cache()),
-            environment=environment(self._forward, loaded.device, dtype, None),
+            environment=environment(self._forward, loaded),
             batch_size=size,
             shared=shared,
             already_finished=already_finished,
@@ -240,9 +239,7 @@ class BatchRun:
         longest = max(prompt.tokens for prompt in self._prompts)
         chunk = self._options.prefill_chunk or max(len(prompt.ids) for prompt in self._prompts)
         rows = min(self._options.batch_size, len(self._prompts))
-        demand = Demand(longest, self._policy, chunk, rows)
-        itemsize, device = self._loaded.dtype.itemsize, str(self._loaded.device)
-        check_before_growing(self._loaded.config, self._specs, itemsize, device, demand)
+        check_before_growing(self._loaded, self._specs, Demand(longest, self._policy, chunk, rows))
 
     def _budget(self) -> int | None:
         if self._options.prefix_budget is not None:

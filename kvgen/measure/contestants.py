@@ -76,7 +76,7 @@ class Contestant(ABC):
             name=name,
             description=description,
             kind=kind,
-            dtype=str(loaded.dtype).removeprefix("torch."),
+            dtype=loaded.dtype_name,
             weight_bytes=self.weights.total,
         )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvgen.cache.policy import Policy
 from kvgen.cache.raw_config import decoder_settings
@@ -22,7 +21,7 @@ from kvgen.measure.architecture import Architecture, read_architecture
 from kvgen.measure.fit import ITEMSIZES, Fitter, Storage, kv_bytes
 from kvgen.measure.size import expands_latent
 from kvgen.models.ranks import current
-from kvgen.models.types import LoadOptions
+from kvgen.models.types import LoadedModel, LoadOptions
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -99,13 +98,11 @@ def check_before_loading(options: LoadOptions, device: str, demand: Demand) -> N
     _check(fields, specs, itemsize, weights, free, demand)
 
 
-def check_before_growing(
-    config: Any, specs: Sequence[LayerSpec], itemsize: int, device: str, demand: Demand
-) -> None:
+def check_before_growing(loaded: LoadedModel, specs: Sequence[LayerSpec], demand: Demand) -> None:
     """The cache of a loaded model against what is free now. Raises ``InputError``."""
-    free = _free_for_this_rank(device)
+    free = _free_for_this_rank(str(loaded.device))
     if free is not None and all(spec.states is not None for spec in specs):
-        _check(Settings(config), specs, itemsize, 0, free, demand)
+        _check(Settings(loaded.config), specs, loaded.dtype.itemsize, 0, free, demand)
 
 
 def _described(options: LoadOptions) -> tuple[Settings, list[LayerSpec], Architecture]:

@@ -93,3 +93,14 @@ class LoadedModel:
     rotary_change: int | None = None
     attention: str = "auto"
     products: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def dtype_name(self) -> str:
+        """Of weights and cache, such as ``float32``."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding table: the ids that the model knows, counted from 0."""
+        rows: int = self.model.get_input_embeddings().weight.shape[0]
+        return rows
