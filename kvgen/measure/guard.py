@@ -1,7 +1,7 @@
 """Held against free memory before anything is loaded or grown: refuse rather than be killed.
 
 An operating system often ends a process that asks for too much without a word. The prediction of
-weights and cache is exact, that of working memory an estimate. Imports torch for a CUDA device.
+weights and cache is exact, that of working memory an estimate. Imports torch to know the devices.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvgen.errors import InputError, KvgenError
 from kvgen.measure.architecture import Architecture, read_architecture
 from kvgen.measure.fit import ITEMSIZES, Fitter, Storage, kv_bytes
 from kvgen.measure.size import expands_latent
+from kvgen.models.device import choose_device
 from kvgen.models.ranks import current
 from kvgen.models.types import LoadedModel, LoadOptions
 
@@ -73,12 +74,14 @@ def check_heads(options: LoadOptions) -> None:
     share_of(specs, fields, ranks.size)
 
 
-def check_before_loading(options: LoadOptions, device: str, demand: Demand) -> None:
-    """Weights and cache against what is free. Raises ``InputError`` with the numbers.
+def check_before_loading(options: LoadOptions, demand: Demand) -> None:
+    """Weights and cache against what is free. Raises ``InputError`` with the numbers, and
+    ``UsageError`` for a device that is not there.
 
     What cannot be predicted is not refused: loading will tell. Nor is what is spread over devices,
     for each of which only as much is chosen as fits.
     """
+    device = str(choose_device(options.device))
     if options.spread == "auto":
         return
     free = _free_for_this_rank(device)
