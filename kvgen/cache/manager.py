@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from kvgen.cache.layers import Layer
 from kvgen.cache.policy import Policy
+from kvgen.cache.slots import storage_bytes
 from kvgen.cache.spec import LayerSpec, total_bytes
 from kvgen.cache.state import State
 from kvgen.cache.stepwise import Step
@@ -107,5 +108,4 @@ class KVCache:
     @property
     def bytes_allocated(self) -> int:
         """Bytes of all storage owned, each storage counted once."""
-        storages = (buffer.untyped_storage() for layer in self.layers for buffer in layer.buffers())
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        return storage_bytes(buffer for layer in self.layers for buffer in layer.buffers())

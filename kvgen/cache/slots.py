@@ -8,7 +8,7 @@ seen (absolute), ``_start`` is the slot of the oldest token still held (physical
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvgen.cache.state import State, parallel_state
@@ -218,6 +218,12 @@ class TokenSlots:
         capacity = max(needed, self.capacity + self.capacity // 8, self.reserve)
         capacity = -(-capacity // self.step) * self.step
         return capacity if self._limit is None else min(capacity, self._limit)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of all storage behind ``tensors``, each storage counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _to_front(buffer: Tensor, start: int, held: int, capacity: int) -> Tensor:
