@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvgen.cache.settings import Settings
+from kvgen.cache.settings import LAYERS, Settings
 from kvgen.cache.spec import CHUNKED, CONV, FULL, HYBRID, INDEXED, LINEAR, NOTHING, SLIDING
 from kvgen.errors import ModelError
 
@@ -94,7 +94,7 @@ def _kinds(fields: dict[str, Any], model_type: str) -> list[str] | None:
             )
         return None
     whole = Settings(fields)
-    return rule(whole, whole.count("num_hidden_layers", "n_layer", "num_layers"))
+    return rule(whole, whole.count(*LAYERS))
 
 
 def _period(default: int, field: str = "", other: str = SLIDING) -> Kinds:

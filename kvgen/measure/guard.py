@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvgen.cache.policy import Policy
 from kvgen.cache.raw_config import decoder_settings
-from kvgen.cache.settings import Settings
+from kvgen.cache.settings import POSITIONS, Settings
 from kvgen.cache.shapes import specs_from_config
 from kvgen.cache.shares import share_of
 from kvgen.cache.spec import LayerSpec
@@ -137,7 +137,7 @@ def _check(
     free: int,
     demand: Demand,
 ) -> None:
-    limit = fields.integer("max_position_embeddings", "n_positions", "max_seq_len")
+    limit = fields.integer(*POSITIONS)
     if limit is not None and demand.tokens > limit:
         return  # too long for the model itself, which is refused with that number
     stored: Sequence[LayerSpec] = specs if demand.policy is not None else ()

@@ -14,7 +14,7 @@ from pathlib import Path
 from kvgen.cache.policy import Policy
 from kvgen.cache.quantized import Quantized
 from kvgen.cache.raw_config import decoder_settings
-from kvgen.cache.settings import Settings
+from kvgen.cache.settings import POSITIONS, Settings
 from kvgen.cache.shapes import specs_from_config
 from kvgen.cache.shares import share_of
 from kvgen.cache.spec import NOTHING, LayerSpec
@@ -58,7 +58,7 @@ def size_of(architecture: Architecture, options: SizeOptions) -> Size:
         model_type=str(fields.get("model_type")),
         dtype=architecture.dtype,
         cache=options.cache or "step",
-        context_limit=fields.integer("max_position_embeddings", "n_positions", "max_seq_len"),
+        context_limit=fields.integer(*POSITIONS),
         weight_bytes=_weight_share(architecture, options.ranks),
         weight_source=architecture.weight_source,
         groups=list(_groups(specs, first)),
