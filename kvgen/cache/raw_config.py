@@ -140,13 +140,14 @@ def _attention_at_offset(whole: Settings, layers: int) -> list[str]:
     return [FULL if i % period == offset else LINEAR for i in range(layers)]
 
 
-def _listed(field: str, otherwise: str) -> Kinds:
-    """Full attention on the layers whose indexes a field lists; on all if it is absent."""
+def _listed(field: str, otherwise: str, if_absent: str) -> Kinds:
+    """Full attention on the layers whose indexes a field lists."""
 
     def kinds(whole: Settings, layers: int) -> list[str]:
         listed = whole.get(field)
-        attend = range(layers) if listed is None and otherwise == CONV else listed or ()
-        return [FULL if i in attend else otherwise for i in range(layers)]
+        if listed is None:
+            return [if_absent] * layers
+        return [FULL if i in listed else otherwise for i in range(layers)]
 
     return kinds
 
@@ -181,7 +182,7 @@ _WINDOW_IS_OPTIONAL = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 _RULES: dict[str, Kinds] = {
     "afmoe": _period(4, "global_attn_every_n_layers"),
     "axk2": _all(INDEXED),
-    "bamba": _listed("attn_layer_indices", LINEAR),
+    "bamba": _listed("attn_layer_indices", LINEAR, LINEAR),
     "cohere2": _period(4, "sliding_window_pattern"),
     "cwm": _begins_period(4),
     "deepseek_v32": _all(INDEXED),
@@ -197,7 +198,7 @@ _RULES: dict[str, Kinds] = {
     "granitemoehybrid": _all(LINEAR),
     "jamba": _attention_at_offset,
     "kolibri1": _period(5),
-    "lfm2": _listed("full_attn_idxs", CONV),
+    "lfm2": _listed("full_attn_idxs", CONV, FULL),
     "llama4_text": _rope_layers_are_chunked,
     "mamba": _all(LINEAR),
     "mamba2": _all(LINEAR),

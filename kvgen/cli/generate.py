@@ -206,7 +206,7 @@ def generate(
     return view.show(run)
 
 
-def policy_text(cache: str | None, step: int | None, no_cache: bool) -> str:
+def policy_text(cache: str | None, step: int | None = None, no_cache: bool = False) -> str:
     """The storage policy that the options name, found to be one."""
     from kvgen.cache.policies import DEFAULT, find_policy
 

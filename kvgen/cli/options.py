@@ -48,6 +48,13 @@ class LoadFormat(str, Enum):
     dummy = "dummy"
 
 
+class TextOrJson(str, Enum):
+    """What stdout carries."""
+
+    text = "text"
+    json = "json"
+
+
 class AttentionMode(str, Enum):
     """Whose code a single token attends with."""
 
@@ -247,6 +254,9 @@ ParseSpecialOption = Annotated[
         help="Read special tokens that the prompt spells out, such as </s>, as what they name.",
         rich_help_panel=_TOKENS,
     ),
+]
+TextOrJsonOption = Annotated[
+    TextOrJson, option("--format", "-f", help="What stdout carries.", rich_help_panel=_OUTPUT)
 ]
 OutputOption = Annotated[
     Path | None,
