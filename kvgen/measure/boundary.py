@@ -6,13 +6,13 @@ rate of a large matrix product (the roofline model: Williams, Waterman and Patte
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kvgen.cache.spec import LayerSpec, total_bytes
+from kvgen.measure.clock import DeviceClock
 from kvgen.measure.explanation import Boundary, Stage
 from kvgen.measure.roofline import WeightReads
 
@@ -24,14 +24,11 @@ _FARTHEST = 1 << 40
 def measured_compute(device: Any, dtype: Any) -> float:
     """Multiplications and additions per second of a large matrix product, the best of several."""
     square = torch.ones(_SIDE, _SIDE, device=device, dtype=dtype)
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
-    best = float("inf")
+    clock, best = DeviceClock(device), float("inf")
     for _ in range(_PRODUCTS):
-        wait()
-        begin = time.perf_counter()
+        begin = clock.now()
         torch.mm(square, square).sum().item()
-        wait()
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, clock.now() - begin)
     return 2 * _SIDE**3 / best
 
 

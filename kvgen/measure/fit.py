@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
-from kvgen.cache.policies import find_policy
+from kvgen.cache.policies import DEFAULT, find_policy
 from kvgen.cache.policy import Policy
 from kvgen.cache.settings import Settings
 from kvgen.cache.spec import LayerSpec, total_bytes
@@ -39,7 +39,7 @@ def find_storage(name: str, itemsize: int, cache: str | None) -> Storage:
     Raises ``UsageError`` for an unknown name, and for two storages at once.
     """
     if name in ITEMSIZES:
-        return Storage(name, ITEMSIZES[name], find_policy(cache or "step"))
+        return Storage(name, ITEMSIZES[name], find_policy(cache or DEFAULT))
     if name not in QUANTIZED:
         known = ", ".join((*ITEMSIZES, *QUANTIZED))
         raise UsageError(f"--kv-dtype has no {name!r}; choose from {known}")

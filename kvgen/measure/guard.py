@@ -16,6 +16,7 @@ from kvgen.cache.settings import POSITIONS, Settings
 from kvgen.cache.shapes import specs_from_config
 from kvgen.cache.shares import share_of
 from kvgen.cache.spec import LayerSpec
+from kvgen.cache.stepwise import Step
 from kvgen.errors import InputError, KvgenError
 from kvgen.measure.architecture import Architecture, read_architecture
 from kvgen.measure.fit import ITEMSIZES, Fitter, Storage, kv_bytes
@@ -141,7 +142,7 @@ def _check(
     if limit is not None and demand.tokens > limit:
         return  # too long for the model itself, which is refused with that number
     stored: Sequence[LayerSpec] = specs if demand.policy is not None else ()
-    storage = Storage("cache", itemsize, demand.policy or _plain())
+    storage = Storage("cache", itemsize, demand.policy or Step())
     fitter = Fitter(free - weights, fields, stored, itemsize, demand.chunk)
     try:
         one = kv_bytes(stored, demand.tokens, storage)
@@ -172,12 +173,6 @@ def _check(
 
 def _text(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
-
-
-def _plain() -> Policy:
-    from kvgen.cache.stepwise import Step
-
-    return Step()
 
 
 def _allowed_by_container() -> int | None:

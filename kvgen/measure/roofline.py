@@ -4,7 +4,6 @@ reads. A decode step cannot be faster than reading every weight and every stored
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -12,6 +11,7 @@ from typing import Any, TypeGuard
 import torch
 
 from kvgen.machine import cpu_name, is_busy
+from kvgen.measure.clock import DeviceClock
 from kvgen.models.packed import weights
 from kvgen.models.ranks import local, shared
 from kvgen.storage import recall, remember
@@ -96,13 +96,11 @@ def _measured_bandwidth(device: Any, threads: int, folder: Path | None) -> float
 def _probe(device: Any) -> float:
     """The best of several reads: others' load can only make a read slower."""
     block = torch.ones(_PROBE_BYTES // 4, device=device)
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
-    best = float("inf")
+    clock, best = DeviceClock(device), float("inf")
     for _ in range(_PROBE_READS):
-        begin = time.perf_counter()
+        begin = clock.now()
         block.sum().item()
-        wait()
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, clock.now() - begin)
     return _PROBE_BYTES / best
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvgen.cache.policies import DEFAULT
 from kvgen.cache.policy import Policy
 from kvgen.cache.quantized import Quantized
 from kvgen.cache.raw_config import decoder_settings
@@ -57,7 +58,7 @@ def size_of(architecture: Architecture, options: SizeOptions) -> Size:
         model=architecture.name,
         model_type=str(fields.get("model_type")),
         dtype=architecture.dtype,
-        cache=options.cache or "step",
+        cache=options.cache or DEFAULT,
         context_limit=fields.integer(*POSITIONS),
         weight_bytes=_weight_share(architecture, options.ranks),
         weight_source=architecture.weight_source,
