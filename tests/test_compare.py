@@ -32,11 +32,6 @@ Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 NO_CACHE = Choice("no_cache")
 
 
-@pytest.fixture(scope="module")
-def tiny(tiny_folder: Path) -> LoadedModel:
-    return load_model(LoadOptions(str(tiny_folder), dtype="float32"))
-
-
 def never(dtype: str) -> LoadedModel:
     raise AssertionError(f"nothing asked for {dtype}")
 

@@ -63,13 +63,19 @@ class Layer:
         """The same without their names."""
         return list(self.named_parts.values())
 
+    @property
+    def _slots(self) -> list[PairSlots | TokenSlots]:
+        """The parts with a slot per token, each of which counts the tokens it has seen."""
+        each = (self.pairs, self.index, self.index_positions)
+        return [slots for slots in each if slots is not None]
+
     def settle(self, reached: int) -> None:
         """After a forward: check that this layer has seen every token up to ``reached``.
 
         Raises ``CacheStateError``.
         """
-        for slots in (self.pairs, self.index, self.index_positions):
-            if slots is not None and slots.length != reached:
+        for slots in self._slots:
+            if slots.length != reached:
                 raise CacheStateError(
                     f"a {self.spec.kind} layer has stored {slots.length} tokens where {reached} "
                     "were forwarded: this model does not use the cache it is given; run it "
@@ -147,8 +153,7 @@ class Layer:
 
         Returns whether the layer now stands there.
         """
-        counted = (self.pairs, self.index, self.index_positions)
-        for slots in (slots for slots in counted if slots is not None):
+        for slots in self._slots:
             extra = slots.length - reached
             if extra < 0 or not slots.can_trim(extra):
                 return False

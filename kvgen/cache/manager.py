@@ -41,13 +41,9 @@ class KVCache:
             layer.settle(reached)
         self.position = reached
 
-    def can_trim(self, tokens: int) -> bool:
-        """Whether every layer can take back the last ``tokens`` tokens."""
-        return tokens <= self.position and all(layer.can_trim(tokens) for layer in self.layers)
-
     def refusal(self, tokens: int) -> str | None:
         """Why the last ``tokens`` tokens cannot be taken back; ``None`` if they can."""
-        refusing = [layer for layer in self.layers if not layer.can_trim(tokens)]
+        refusing = self._refusing(tokens)
         return refusing[0].refusal if refusing else None
 
     def trim(self, tokens: int) -> None:
@@ -55,10 +51,12 @@ class KVCache:
 
         Raises ``CannotTrimError`` if any layer cannot, and then changes nothing.
         """
-        refusing = [layer for layer in self.layers if not layer.can_trim(tokens)]
-        for layer in refusing or self.layers:
+        for layer in self._refusing(tokens) or self.layers:  # the first that refuses raises
             layer.trim(tokens)
         self.position -= tokens
+
+    def _refusing(self, tokens: int) -> list[Layer]:
+        return [layer for layer in self.layers if not layer.can_trim(tokens)]
 
     def reset(self) -> None:
         """Back to position 0."""
