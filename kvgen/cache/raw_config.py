@@ -141,7 +141,7 @@ def _attention_at_offset(whole: Settings, layers: int) -> list[str]:
 
 
 def _listed(field: str, otherwise: str, if_absent: str) -> Kinds:
-    """Full attention on the layers whose indexes a field lists."""
+    """Full attention on the layers that a field lists; without it, ``if_absent`` on all."""
 
     def kinds(whole: Settings, layers: int) -> list[str]:
         listed = whole.get(field)

@@ -14,6 +14,7 @@ import torch
 from kvgen.cache.spec import LayerSpec, total_bytes
 from kvgen.measure.clock import DeviceClock
 from kvgen.measure.explanation import Boundary, Stage
+from kvgen.measure.fit import largest
 from kvgen.measure.roofline import WeightReads
 
 _SIDE = 1024
@@ -71,17 +72,9 @@ def boundary(
 def context_of(specs: Sequence[LayerSpec], size: int, itemsize: int) -> int | None:
     """The least tokens whose cache takes ``size`` bytes by the formula; ``None`` where none do."""
 
-    def reaches(tokens: int) -> bool:
+    def falls_short(tokens: int) -> bool:
         held = total_bytes(specs, tokens, itemsize)
-        return held is not None and held >= size
+        return held is None or held < size
 
-    high = 1
-    while not reaches(high):
-        high *= 2
-        if high > _FARTHEST:
-            return None
-    low = high // 2
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if reaches(middle) else (middle, high)
-    return high
+    short = largest(falls_short, _FARTHEST)
+    return None if short == _FARTHEST else short + 1
