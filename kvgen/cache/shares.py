@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvgen.cache.settings import Settings
+from kvgen.cache.settings import QUERY_HEADS, Settings
 from kvgen.cache.spec import LayerSpec
 from kvgen.errors import UsageError
 
@@ -21,7 +21,7 @@ def share_of(specs: Sequence[LayerSpec], fields: Settings, ranks: int) -> list[L
     """
     if ranks == 1:
         return list(specs)
-    queries = fields.integer("num_attention_heads", "n_head", "num_heads", "n_heads")
+    queries = fields.integer(*QUERY_HEADS)
     if queries is not None and queries % ranks:
         raise _uneven("query", queries, ranks)
     latent = fields.integer("kv_lora_rank") is not None

@@ -9,7 +9,6 @@ remembered. No weight is moved or copied. Imports torch inside the functions.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvgen.machine import cpu_name, is_busy
-from kvgen.storage import make_private, write_atomically
+from kvgen.storage import recall, remember
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,8 +68,8 @@ def choose_products(model: Any, folder: Path | None) -> dict[str, str]:
     threads = f"{torch.get_num_threads()} threads"
     # A choice among fewer ways, by an earlier release, is none.
     setting = ", ".join((cpu_name(), threads, f"torch {torch.__version__}", WHOLE, *_WAYS))
-    every = _remembered(folder)
-    known = every.setdefault(setting, {})
+    every = {} if folder is None else recall(folder / _FILE)
+    known = every[setting] if isinstance(every.get(setting), dict) else {}
     with torch.no_grad():
         found = {
             shape: _fastest(layers)
@@ -78,12 +77,7 @@ def choose_products(model: Any, folder: Path | None) -> dict[str, str]:
             if known.get(shape) not in (WHOLE, *_WAYS)
         }
     if found and folder is not None and not is_busy():
-        known.update(found)
-        try:
-            make_private(folder)
-            write_atomically(folder / _FILE, json.dumps(every, indent=1))
-        except OSError:
-            pass  # timed again next time
+        remember(folder / _FILE, every | {setting: known | found})
     return {shape: found.get(shape) or known[shape] for shape in shapes}
 
 
@@ -191,13 +185,3 @@ def _without_onednn(
 
 
 _WAYS: dict[str, Callable[[Any], Product]] = {BLOCKS: _in_blocks, GEMV: _as_gemv}
-
-
-def _remembered(folder: Path | None) -> dict[str, dict[str, str]]:
-    if folder is None:
-        return {}
-    try:
-        found = json.loads((folder / _FILE).read_text("utf-8"))
-        return {setting: dict(shapes) for setting, shapes in found.items()}
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
-        return {}
