@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pty
 import re
@@ -207,3 +208,16 @@ def test_ctrl_c_on_the_keyboard_keeps_the_text_and_exits_130(tiny_folder: Path, 
     assert r"a\x1b[31mred" in done.screen
     assert "interrupted: nothing was recomputed" in done.screen
     assert "Traceback" not in done.screen
+
+
+def test_garbage_is_collected_again_once_the_libraries_are_imported() -> None:
+    from kvgen.cli.progress import loading
+
+    gc.disable()  # as the program begins
+    try:
+        with loading(quiet=True):
+            assert gc.isenabled()
+            assert gc.get_freeze_count() > 0
+    finally:
+        gc.enable()
+        gc.unfreeze()

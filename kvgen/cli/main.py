@@ -69,6 +69,9 @@ def _root(
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    # While libraries are imported everything stays: to search it for cycles, time and again, would
+    # take a quarter of a start. ``loading`` ends this.
+    gc.disable()
     note_interrupts()
     quiet_other_ranks(next(iter(sys.argv[1:]), ""))
     prepare_streams()

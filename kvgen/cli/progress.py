@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ def loading(quiet: bool) -> Iterator[ProgressCallback]:
     Without a terminal that can redraw a line each new ``what`` is one plain line, so that a log
     says why it takes long.
     """
+    if not gc.isenabled():  # since the program began; the libraries are imported by now
+        gc.freeze()
+        gc.enable()
     if quiet:
         yield no_progress
     elif not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":

@@ -259,6 +259,9 @@ class GenerationRun:
             return
         if mode == "off":
             return
+        if not self._options.warmup:
+            # The first run of a shape pays for memory and kernels; a short one pays it as well.
+            self._forward.uncached(self._decoder.ids[:8])
         took = sum(step.latency_s for step in record.steps)
         found = recompute(
             self._forward.uncached,
