@@ -153,20 +153,23 @@ def _undo(chat: Chat, _: str) -> None:
 
 
 def _save(chat: Chat, name: str) -> None:
-    from kvgen.report.units import bytes_text
+    from kvgen.report.units import bytes_text, counted
 
     path = _path("save", name)
     size = chat.files.save(path)
-    turns, tokens = len(chat.talk.turns), chat.talk.cache.position
-    _say(f"  saved {turns:,} turns with {tokens:,} cached tokens: {bytes_text(size)} in {path}")
+    turns = counted(len(chat.talk.turns), "turn")
+    tokens = counted(chat.talk.cache.position, "cached token")
+    _say(f"  saved {turns} with {tokens}: {bytes_text(size)} in {path}")
 
 
 def _load(chat: Chat, name: str) -> None:
+    from kvgen.report.units import counted
+
     path = _path("load", name)
     chat.files.load(path)
     talk = chat.talk
     _say(
-        f"  goes on after {len(talk.turns):,} turns, {len(talk.ids):,} tokens, "
+        f"  goes on after {counted(len(talk.turns), 'turn')}, {counted(len(talk.ids), 'token')}, "
         f"{talk.cache.position:,} of them cached"
     )
 

@@ -6,7 +6,7 @@ An option's value is what the command line says, else its ``KVGEN_*`` variable, 
 
 from __future__ import annotations
 
-import difflib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from kvgen.cli.parallel import DeviceMap, Parallel
-from kvgen.errors import UsageError
+from kvgen.errors import UsageError, nearest
 from kvgen.machine import default_threads, usable_cores
 
 
@@ -57,8 +57,7 @@ def config_values(
     table = _load_toml(path)
     for name, value in table.items():
         if commands and isinstance(value, dict) and name not in commands:
-            near = difflib.get_close_matches(name, commands, n=1, cutoff=0)
-            raise UsageError(f"{path}: there is no command {name!r}; the nearest is {near[0]!r}")
+            raise UsageError(f"{path}: there is no command {name!r}{nearest(name, commands)}")
     own = table.get(command, {})
     if not isinstance(own, dict):
         raise UsageError(f"{path}: {command} must be a table of options, not {own!r}")
@@ -67,8 +66,7 @@ def config_values(
     for key, value in (common | own).items():
         name = key.replace("_", "-")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0)
-            raise UsageError(f"{path}: unknown option {key!r}; the nearest is {near[0]!r}")
+            raise UsageError(f"{path}: unknown option {key!r}{nearest(name, known)}")
         values[str(known[name].name)] = _fitting(f"{path}: {key}", value, known[name])
     return values
 
@@ -107,6 +105,14 @@ def _not_empty(stops: list[str] | None) -> list[str] | None:
     if "" in (stops or ()):
         raise UsageError("--stop needs text; an empty one would end everything at once")
     return stops
+
+
+def _hush(quiet: bool) -> bool:
+    """Silence warnings, from here on, where that is asked for."""
+    if quiet:
+        logging.getLogger("kvgen").setLevel(logging.ERROR)
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported
+    return quiet
 
 
 class Dtype(str, Enum):
@@ -312,7 +318,13 @@ OutputOption = Annotated[
 ]
 QuietOption = Annotated[
     bool,
-    option("--quiet", "-q", help="Nothing on stderr but errors.", rich_help_panel=_OUTPUT),
+    option(
+        "--quiet",
+        "-q",
+        callback=_hush,
+        help="Nothing on stderr but errors.",
+        rich_help_panel=_OUTPUT,
+    ),
 ]
 DebugOption = Annotated[
     bool, option("--debug", help="Show the traceback of an error.", rich_help_panel=_OUTPUT)
