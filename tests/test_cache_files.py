@@ -241,6 +241,13 @@ def kept(cli: Cli, tiny_folder: Path, tmp_path: Path) -> Path:
     return path
 
 
+def test_a_pipe_is_not_waited_for(cli: Cli, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    done = cli("cache", "show", tmp_path / "pipe")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "cannot hold a cache: give a file" in done.stderr
+
+
 def test_a_saved_prompt_can_mean_special_tokens(
     cli: Cli, tiny_folder: Path, tmp_path: Path
 ) -> None:
