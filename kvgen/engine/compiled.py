@@ -68,6 +68,10 @@ class CompiledForward(Forward):
             progress("compiling the decode step, once for this model", done, len(missing))
             compile_part(part, model, cache.kv)
             found[part.file] = load_part(part, model.device)
+            if found[part.file] is None:
+                raise CannotCompileError(
+                    "gives programs that cannot be loaded; is there room for temporary files?"
+                )
         runs = {file: run for file, run in found.items() if run is not None}
         self._modules = [part.module for part in parts]
         self._stand_ins = [self._stand_in(i, p, runs[p.file]) for i, p in enumerate(parts)]
