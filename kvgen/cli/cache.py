@@ -11,6 +11,7 @@ from kvgen.cli import options as shared
 from kvgen.cli.generate import policy_text, prepare
 from kvgen.cli.interrupts import preparing
 from kvgen.cli.options import option, use_threads
+from kvgen.cli.parallel import one_process
 from kvgen.errors import DisagreementError, KvgenError
 from kvgen.report.units import visible
 
@@ -52,6 +53,7 @@ def save(
     """
     from kvgen.cli.streams import error_console, read_prompt
 
+    one_process()
     shared.check_prompt_cache(file, False)
     policy = policy_text(cache, None, False)
     text = read_prompt(prompt, None)
@@ -135,6 +137,7 @@ def verify(
     from kvgen.cache.disk import open_cache_file
     from kvgen.cli.streams import Output
 
+    one_process()
     policy = policy_text(cache, None, False)
     open_cache_file(file)  # what is none is refused before the model is loaded
     output = Output(None)
