@@ -52,6 +52,15 @@ def test_a_full_disk_behind_stdout_is_one_line(tiny_folder: Path) -> None:
     assert (code, errors) == (1, "kvgen: cannot write to stdout: No space left on device\n")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_disk_that_fills_up_midway_is_one_line(
+    tiny_folder: Path, tmp_path: Path, unbuffered: str
+) -> None:
+    line = f"ulimit -f 1; $KVGEN size {tiny_folder} -f json > {tmp_path / 'size.json'}"
+    code, _, errors = shell(line, PYTHONUNBUFFERED=unbuffered)
+    assert (code, errors) == (1, "kvgen: cannot write to stdout: File too large\n")
+
+
 def test_closed_streams_are_no_error(tiny_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "text"
     code, _, errors = shell(f"{generate(tiny_folder, 'Time', '-q', '-o', str(file))} >&- <&-")
