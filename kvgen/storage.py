@@ -5,12 +5,16 @@ A file is either the old one or the new one, whole, whatever happens while it is
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+logger = logging.getLogger("kvgen")
 
 ENVIRONMENT_VARIABLE = "KVGEN_CACHE_DIR"
 
@@ -50,6 +54,24 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         path.write_bytes(data)
     else:
         replace_atomically(path, lambda file: file.write(data))
+
+
+def recall(file: Path) -> dict[str, Any]:
+    """What ``remember`` left there; empty where there is nothing, or nothing that can be read."""
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def remember(file: Path, content: dict[str, Any]) -> None:
+    """Write what only saves work later: where that is not possible, it is done again."""
+    try:
+        make_private(file.parent)
+        write_atomically(file, json.dumps(content, indent=1))
+    except OSError as error:
+        logger.debug("cannot write %s: %s", file, error)
 
 
 def replace_atomically(

@@ -40,6 +40,14 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny(tiny_folder: Path) -> LoadedModel:
+    """The same, loaded. Whoever changes the model puts it back."""
+    from kvgen.models import LoadOptions, load_model
+
+    return load_model(LoadOptions(str(tiny_folder)))
+
+
+@pytest.fixture(scope="session")
 def smollm() -> LoadedModel:
     """The default model in float32, from wherever it is on this machine."""
     from kvgen.models import LoadOptions, load_model

@@ -309,9 +309,6 @@ OWN_POSITIONS = (
     "xmod",
 )
 
-# Types whose code starts its state anew when a second call brings several tokens.
-ONE_PREFILL = ("falcon_mamba", "jamba", "mamba", "recurrent_gemma", "zamba")
-
 # Types whose toy multiplies rounding: cached and uncached agree in float64, loosely in float32.
 LOOSE: dict[str, float] = {"dory": 2e-3}
 
@@ -324,14 +321,12 @@ class Family:
         model_type: the key in transformers' causal-LM mapping.
         reason: why no test uses it, empty when it is usable.
         own_positions: pass no position ids, the model counts otherwise.
-        one_prefill: only the first call may bring more than one token.
         tolerance: largest logit difference to accept in float32.
     """
 
     model_type: str
     reason: str = ""
     own_positions: bool = False
-    one_prefill: bool = False
     tolerance: float = 1e-4
 
     @property
@@ -467,7 +462,6 @@ FAMILIES: dict[str, Family] = {
         model_type,
         reason=UNUSABLE.get(model_type, ""),
         own_positions=model_type in OWN_POSITIONS,
-        one_prefill=model_type in ONE_PREFILL,
         tolerance=LOOSE.get(model_type, 1e-4),
     )
     for model_type in causal_lm_types()

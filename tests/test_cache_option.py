@@ -16,7 +16,7 @@ from kvgen.engine.forward import Forward
 from kvgen.measure.records import CheckedStep
 from kvgen.measure.run import GenerationOptions, GenerationRun
 from kvgen.measure.verdict import judge
-from kvgen.models import LoadedModel, LoadOptions, load_model
+from kvgen.models import LoadedModel
 
 POLICIES = ("step", "step:16", "exact", "int8", "int4", "int8,keys:channel", "window:8,sink:2")
 
@@ -103,11 +103,6 @@ def test_what_a_lossy_policy_is_forgiven(
 ) -> None:
     steps = [CheckedStep(0, difference < 1, difference, 1.0)]
     assert judge(steps, 0.01, lossy=lossy).verdict == verdict
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_folder: Path) -> LoadedModel:
-    return load_model(LoadOptions(model=str(tiny_folder), dtype="float32"))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7])

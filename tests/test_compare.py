@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from loaded import loaded_tiny
 from torch import Tensor
 
 from kvgen.cache.manager import KVCache
@@ -19,6 +19,8 @@ from kvgen.cache.rivals import RivalCache
 from kvgen.cache.stepwise import Step
 from kvgen.engine.forward import Forward
 from kvgen.errors import InputError, UsageError
+from kvgen.measure import setup
+from kvgen.measure.compare import Track
 from kvgen.measure.comparison_records import Comparison, Result
 from kvgen.measure.gates import GateOptions, check_baseline, evaluate
 from kvgen.measure.setup import Choice, CompareOptions, check_choices, prepare
@@ -28,11 +30,6 @@ from kvgen.models import LoadedModel, LoadOptions, load_model
 
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 NO_CACHE = Choice("no_cache")
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_folder: Path) -> LoadedModel:
-    return load_model(LoadOptions(str(tiny_folder), dtype="float32"))
 
 
 def never(dtype: str) -> LoadedModel:
@@ -267,28 +264,12 @@ def test_another_dtype_is_judged_by_the_coarser_one(tiny: LoadedModel, tiny_fold
 
 
 def test_sliding_windows_agree_with_both_rivals() -> None:
-    from families import tiny_model
-
-    model = tiny_model("mistral")
-    loaded = LoadedModel(
-        source=SimpleNamespace(name="tiny", kind="folder", path="", revision=None),  # type: ignore
-        model=model,
-        tokenizer=None,  # type: ignore[arg-type]
-        config=model.config.get_text_config(decoder=True),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        stop_ids=frozenset(),
-        context_limit=None,
-        load_s=0.0,
-        tokenizer_s=0.0,
-    )
-    from kvgen.measure import setup
-    from kvgen.measure.compare import Track
-
     ids = torch.randint(3, 120, (30,), generator=torch.Generator().manual_seed(0)).tolist()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "_tracks", lambda *_: ([Track(ids[:20], ids[20:])], "given"))
-        record = run(loaded, NO_CACHE, Choice("against", "transformers"), new_tokens=10)
+        record = run(
+            loaded_tiny("mistral"), NO_CACHE, Choice("against", "transformers"), new_tokens=10
+        )
     assert [item.agreement and item.agreement.verdict for item in record.rows[0].results] == [
         None, "exact", "exact",
     ]  # fmt: skip

@@ -68,7 +68,6 @@ def test_every_step_gives_what_the_model_gives_without_a_cache(model_type: str) 
     found = fed(forward, cache, IDS[3:])
     assert largest_difference(found, full_logits(model, IDS)[3:]) < FLOAT32
     assert cache.kv.bytes_used == cache.kv.bytes_formula(4)
-    assert cache.kv.bytes_used + cache.kv.bytes_slack == cache.kv.bytes_allocated
 
 
 def test_the_step_works_on_the_caches_own_buffers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvgen.measure.guard import Demand, check_before_loading, free_bytes
 from kvgen.models.types import LoadOptions
 
 GIB = 2**30
-QWEN = LoadOptions(model=str(FOLDER / "qwen3-8b.json"))
+QWEN = LoadOptions(model=str(FOLDER / "qwen3-8b.json"), device="cpu")
 
 
 @pytest.fixture
@@ -33,51 +34,49 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_what_fits_is_not_refused(free: Any) -> None:
     free(24 * GIB)
-    check_before_loading(QWEN, "cpu", Demand(4096, find_policy("step"), 1))
+    check_before_loading(QWEN, Demand(4096, find_policy("step"), 1))
     free(None)
-    check_before_loading(QWEN, "mps", Demand(10**9, find_policy("step"), 1))
+    check_before_loading(QWEN, Demand(10**9, find_policy("step"), 1))
 
 
 def test_a_refusal_has_the_numbers_and_the_context_that_fits(free: Any) -> None:
     free(17 * GIB)
     with pytest.raises(InputError) as refusal:
-        check_before_loading(QWEN, "cpu", Demand(32768, find_policy("step"), 1))
+        check_before_loading(QWEN, Demand(32768, find_policy("step"), 1))
     message = str(refusal.value)
     # 16,380,854,272 bytes of weights, 32,768 x 147,456 of cache
     assert "weights of 15.3 GiB" in message
     assert "a KV cache of 4.5 GiB" in message
     assert "17.0 GiB are free" in message
     most = int(message.split("a context of ")[1].split(" ")[0].replace(",", ""))
-    check_before_loading(QWEN, "cpu", Demand(most, find_policy("step"), 1))
+    check_before_loading(QWEN, Demand(most, find_policy("step"), 1))
     with pytest.raises(InputError):
-        check_before_loading(QWEN, "cpu", Demand(most + 1, find_policy("step"), 1))
+        check_before_loading(QWEN, Demand(most + 1, find_policy("step"), 1))
 
 
 def test_a_smaller_storage_fits_where_a_larger_does_not(free: Any) -> None:
     free(19 * GIB)
     with pytest.raises(InputError):
-        check_before_loading(QWEN, "cpu", Demand(32768, find_policy("step"), 1))
-    check_before_loading(QWEN, "cpu", Demand(32768, find_policy("int8"), 1))
-    check_before_loading(QWEN, "cpu", Demand(32768, None, 1))
+        check_before_loading(QWEN, Demand(32768, find_policy("step"), 1))
+    check_before_loading(QWEN, Demand(32768, find_policy("int8"), 1))
+    check_before_loading(QWEN, Demand(32768, None, 1))
 
 
 def test_weights_that_do_not_fit_leave_no_context(free: Any) -> None:
     free(8 * GIB)
     with pytest.raises(InputError, match="no context would fit"):
-        check_before_loading(QWEN, "cpu", Demand(10, find_policy("step"), 1))
+        check_before_loading(QWEN, Demand(10, find_policy("step"), 1))
     # In float32 they take twice what the checkpoint does.
     free(24 * GIB)
     with pytest.raises(InputError, match=r"weights of 30\.5 GiB"):
-        check_before_loading(
-            LoadOptions(model=QWEN.model, dtype="float32"), "cpu", Demand(1, None, 1)
-        )
+        check_before_loading(replace(QWEN, dtype="float32"), Demand(1, None, 1))
 
 
 def test_what_cannot_be_predicted_is_not_refused(free: Any, tmp_path: Path) -> None:
     free(1)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(raw("qwen3-8b") | {"model_type": "gemma4_text"}), "utf-8")
-    check_before_loading(LoadOptions(model=str(path)), "cpu", Demand(10**9, None, 1))
+    check_before_loading(replace(QWEN, model=str(path)), Demand(10**9, None, 1))
 
 
 def test_generate_refuses_before_loading_and_force_overrides(

@@ -18,7 +18,7 @@ import pytest
 import torch
 from conftest import Cli
 
-from kvgen.cli.options import config_values
+from kvgen.cli.config import config_values
 from kvgen.engine.sampling import Sampler, SamplingOptions
 from kvgen.errors import ModelError, UsageError
 from kvgen.storage import write_atomically

@@ -18,7 +18,7 @@ from families import FAMILIES, WINDOW, tiny_model
 from kvgen.cache.adapter import TransformersCache, continues_prefill, specs_for
 from kvgen.cache.layers import CannotTrimError, Layer
 from kvgen.cache.manager import KVCache
-from kvgen.cache.quirks import refusal
+from kvgen.cache.quirks import counts_own_positions, refusal
 from kvgen.cache.spec import WINDOWED
 from kvgen.engine.decoder import Decoder
 from kvgen.engine.forward import Forward
@@ -43,6 +43,7 @@ def test_a_type_is_served_exactly(model_type: str) -> None:
     torch.set_num_threads(1)
     model = tiny_model(model_type)
     limit = FAMILIES[model_type].tolerance
+    assert counts_own_positions(model) == FAMILIES[model_type].own_positions
 
     for outcome in Verifier(model, ids(), PROMPT, limit, step=16).outcomes():
         assert outcome.status != "fail", (model_type, outcome)

@@ -52,6 +52,14 @@ def cache(tmp_path: Path) -> dict[str, str]:
     return {"KVGEN_CACHE_DIR": str(tmp_path / "cache")}
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """For results, and nothing else."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    return folder
+
+
 def ended_well(ended: Ended, sent: str) -> None:
     """Its exit code is the signal's or that of a run already over, and it said no more than that.
 
@@ -75,10 +83,8 @@ def test_generate_leaves_the_old_text_or_the_new(
     chance: random.Random,
     cache: dict[str, str],
     tiny_folder: Path,
-    tmp_path: Path,
+    folder: Path,
 ) -> None:
-    folder = tmp_path / "results"
-    folder.mkdir()
     file = folder / "text"
     line = ["generate", "Time", "-m", tiny_folder, "-n", "100", "--ignore-eos", "-o", file]
     usual = moments.run(line, environment=cache)
@@ -102,10 +108,8 @@ def test_compare_leaves_exports_that_can_be_read(
     chance: random.Random,
     cache: dict[str, str],
     tiny_folder: Path,
-    tmp_path: Path,
+    folder: Path,
 ) -> None:
-    folder = tmp_path / "results"
-    folder.mkdir()
     result, table, tokens = folder / "r.json", folder / "r.csv", folder / "t.json"
     line = ["compare", "-m", tiny_folder, "-n", "6", "-r", "1", "--depth", "0,8,16"]
     line += [
@@ -171,10 +175,9 @@ def test_batch_goes_on_from_what_it_has(
     chance: random.Random,
     cache: dict[str, str],
     tiny_folder: Path,
+    folder: Path,
     tmp_path: Path,
 ) -> None:
-    folder = tmp_path / "results"
-    folder.mkdir()
     prompts, results = tmp_path / "prompts.jsonl", folder / "results.jsonl"
     requests = [{"id": n, "prompt": f"Time {n}"} for n in range(12)]
     prompts.write_text("".join(json.dumps(one) + "\n" for one in requests), "utf-8")
@@ -214,10 +217,8 @@ def test_a_kept_cache_is_whole_or_not_there(
     chance: random.Random,
     cache: dict[str, str],
     tiny_folder: Path,
-    tmp_path: Path,
+    folder: Path,
 ) -> None:
-    folder = tmp_path / "results"
-    folder.mkdir()
     file = folder / "kept"
     line = ["cache", "save", "Time flies like an arrow", file, "-m", tiny_folder, "-q"]
     usual = moments.run(line, environment=cache)

@@ -11,8 +11,8 @@ import typer
 from architectures import FOLDER
 from conftest import Cli
 
+from kvgen.cli.config import config_values
 from kvgen.cli.main import app
-from kvgen.cli.options import config_values
 from kvgen.errors import UsageError
 
 PROFILES = sorted((FOLDER.parent).glob("*.toml"))

@@ -15,7 +15,7 @@ from kvgen.errors import UsageError
 from kvgen.measure.prompt_cache import SNAPSHOT_ONLY, TEMPLATE
 from kvgen.measure.records import Generation
 from kvgen.measure.run import GenerationOptions, GenerationRun
-from kvgen.models import LoadedModel, LoadOptions, load_model
+from kvgen.models import LoadedModel
 
 LONG = "abcdefghijklmnopqrstu"  # 21 tokens, one a letter: more than two windows
 SHORT = "abcde"
@@ -179,11 +179,6 @@ def test_a_ctrl_c_within_a_forward_leaves_a_cache_that_is_whole(
     assert new_ids(record) == new_ids(run(loaded, LONG))
     assert record.reuse is not None
     assert record.reuse.reused == len(LONG) - 1
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_folder: Path) -> LoadedModel:
-    return load_model(LoadOptions(model=str(tiny_folder)))
 
 
 def test_a_changed_chat_template_explains_a_short_match(tiny: LoadedModel, tmp_path: Path) -> None:

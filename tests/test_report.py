@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -375,27 +373,3 @@ def test_run_steps_and_result_together_hold_every_field_of_the_document() -> Non
     whole = set(document.generation_document(record))
     lines = set(document.run_line(record)) | set(document.result_line(record))
     assert whole - lines == {"prompt", "prompt_ids", "prefill_chunk", "steps"}
-
-
-def test_the_description_of_the_document_is_up_to_date() -> None:
-    script = [sys.executable, str(ROOT / "scripts" / "describe-json"), "--check"]
-    assert subprocess.run(script, check=False).returncode == 0
-
-
-def test_every_field_of_the_records_is_in_the_schema_with_a_meaning() -> None:
-    def properties(part: dict[str, Any]) -> dict[str, Any]:
-        options = [part, *part.get("oneOf", [])]
-        found = next(o for o in options if "properties" in o or "items" in o)
-        return dict(found["properties"] if "properties" in found else found["items"]["properties"])
-
-    top = document.schema()["properties"]
-    for kind, part in (
-        (Generation, {"properties": {k: v for k, v in top.items() if k != "schema"}}),
-        (Step, top["steps"]),
-        (Totals, top["totals"]),
-        (Environment, top["environment"]),
-        (ModelFacts, top["model"]),
-    ):
-        names = {field.name for field in dataclasses.fields(kind)}
-        assert set(properties(part)) == names, kind
-        assert all(p.get("description") for p in properties(part).values()), kind

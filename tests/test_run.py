@@ -18,16 +18,11 @@ from kvgen.engine.text import IncrementalText
 from kvgen.errors import InputError
 from kvgen.measure.records import Generation
 from kvgen.measure.run import GenerationOptions, GenerationRun
-from kvgen.models import LoadedModel, LoadOptions, load_model
+from kvgen.models import LoadedModel
 
 TOKENIZE, FORWARDED_TOKEN, DETOKENIZE = 0.5, 0.01, 0.002  # seconds that each is made to take
 END = 256
 PROMPT = "Time"  # 4 tokens, one a byte
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_folder: Path) -> LoadedModel:
-    return load_model(LoadOptions(model=str(tiny_folder)))
 
 
 @pytest.fixture

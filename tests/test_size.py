@@ -8,7 +8,6 @@ import json
 import logging
 import subprocess
 import sys
-from importlib.resources import files
 from pathlib import Path
 
 import jsonschema
@@ -22,6 +21,7 @@ from kvgen.measure.parameters import estimate_parameters
 from kvgen.measure.size import SizeOptions, expands_latent, size_of
 from kvgen.models.gguf_header import read_gguf
 from kvgen.models.types import LoadOptions
+from kvgen.report.document import schema
 
 QWEN = FOLDER / "qwen3-8b.json"
 GIB = 2**30
@@ -32,8 +32,7 @@ def document(cli: Cli, *arguments: str | Path) -> dict[str, object]:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     found = json.loads(done.stdout)
-    schema = json.loads(files("kvgen.report").joinpath("schemas/size-1.json").read_text("utf-8"))
-    jsonschema.validate(found, schema)
+    jsonschema.validate(found, schema("size-1"))
     assert isinstance(found, dict)
     return found
 

@@ -1,11 +1,13 @@
 """What a KV cache is here. Nothing in this room imports another room.
 
-The files, in the order to read them. The first six are the cache; the rest can wait.
+The files, in the order to read them. The first eight are the cache; the rest can wait.
 
 The cache itself
     spec             what one layer stores, and the formula for its bytes
+    state            a cache taken apart into tensors and numbers
     slots            buffers with one slot per token
-    stepwise         pairs stored as they are: the layout that is used by default
+    policy           what a storage policy is, and the verbs of what stores pairs
+    stepwise         pairs stored as they are: the policy that is used by default
     layers           one layer, made of the parts that its spec asks for
     manager          all layers and the one absolute position: advance, trim, fork, reset
     adapter          the same behind transformers' cache protocol, known to this file alone
@@ -23,8 +25,7 @@ What a layer can keep besides plain pairs
     compressed       tokens pooled into fewer entries
 
 Storage policies (``--cache``)
-    policy           what a policy is
-    policies         the names it is known by
+    policies         the names they are known by
     runs             a run of slots, cut at either end
     windowed         the first and the last tokens only
     quantized        int8 and int4
@@ -41,7 +42,6 @@ Reuse: prefixes stored in memory
     reuse            how much of a stored cache serves a new prompt
 
 Reuse: cache files
-    state            a cache taken apart into tensors and numbers
     checksum         checksums of tensors
     fingerprint      what a stored cache depends on besides its tokens
     disk             the file format

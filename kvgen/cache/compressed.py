@@ -61,12 +61,7 @@ class Pool:
     def bytes_used(self) -> int:
         """Bytes of entries, waiting tokens and the last ones pooled."""
         held = [*self._entries.views, *(self._waiting or ()), *(self._last or ())]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
-
-    @property
-    def bytes_slack(self) -> int:
-        """Bytes allocated for entries to come."""
-        return self._entries.bytes_slack
+        return sum(tensor.nbytes for tensor in held)
 
     def buffers(self) -> Sequence[Tensor]:
         """The memory owned."""

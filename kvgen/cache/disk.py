@@ -172,7 +172,7 @@ def write_cache_file(path: Path, header: Header, ids: Iterable[int], state: Stat
     }
     end = 0
     for name in names:
-        begin, end = end, end + tensors[name].numel() * tensors[name].element_size()
+        begin, end = end, end + tensors[name].nbytes
         dtype = _NAMES[str(tensors[name].dtype).removeprefix("torch.")]
         shape = list(tensors[name].shape)
         table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}

@@ -8,13 +8,10 @@ combination, or one more part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 from torch import Tensor
 
 from kvgen.cache.compressed import Pool
-from kvgen.cache.policy import PairSlots, Policy
+from kvgen.cache.policy import PairSlots, Part, Policy
 from kvgen.cache.recurrent import States
 from kvgen.cache.slots import TokenSlots
 from kvgen.cache.spec import LayerSpec
@@ -29,36 +26,6 @@ class CannotTrimError(ValueError):
 
 class CacheStateError(ModelError):
     """A model did not use the cache it was given."""
-
-
-class Part(Protocol):
-    """What a layer asks of each of its parts."""
-
-    @property
-    def bytes_used(self) -> int:
-        """Bytes a later query can still read."""
-
-    @property
-    def bytes_slack(self) -> int:
-        """Bytes allocated beyond these, for tokens to come."""
-
-    def buffers(self) -> Sequence[Tensor]:
-        """The memory owned, whole."""
-
-    def can_trim(self, tokens: int) -> bool:
-        """Whether the last ``tokens`` tokens can be taken back exactly."""
-
-    def trim(self, tokens: int) -> None:
-        """Take them back, which ``can_trim`` has allowed."""
-
-    def reset(self) -> None:
-        """Back to no tokens."""
-
-    def state(self) -> State:
-        """What is held, to be written somewhere."""
-
-    def load(self, state: State) -> None:
-        """Take the place of the part that gave ``state``."""
 
 
 class Layer:
@@ -96,13 +63,19 @@ class Layer:
         """The same without their names."""
         return list(self.named_parts.values())
 
+    @property
+    def _slots(self) -> list[PairSlots | TokenSlots]:
+        """The parts with a slot per token, each of which counts the tokens it has seen."""
+        each = (self.pairs, self.index, self.index_positions)
+        return [slots for slots in each if slots is not None]
+
     def settle(self, reached: int) -> None:
         """After a forward: check that this layer has seen every token up to ``reached``.
 
         Raises ``CacheStateError``.
         """
-        for slots in (self.pairs, self.index, self.index_positions):
-            if slots is not None and slots.length != reached:
+        for slots in self._slots:
+            if slots.length != reached:
                 raise CacheStateError(
                     f"a {self.spec.kind} layer has stored {slots.length} tokens where {reached} "
                     "were forwarded: this model does not use the cache it is given; run it "
@@ -120,11 +93,6 @@ class Layer:
     def bytes_used(self) -> int:
         """Bytes a later query can still read, counted on the tensors themselves."""
         return sum(part.bytes_used for part in self.parts)
-
-    @property
-    def bytes_slack(self) -> int:
-        """Bytes allocated for tokens to come. Used and slack together are what is allocated."""
-        return sum(part.bytes_slack for part in self.parts)
 
     def buffers(self) -> list[Tensor]:
         """The memory this layer owns, whole."""
@@ -185,8 +153,7 @@ class Layer:
 
         Returns whether the layer now stands there.
         """
-        counted = (self.pairs, self.index, self.index_positions)
-        for slots in (slots for slots in counted if slots is not None):
+        for slots in self._slots:
             extra = slots.length - reached
             if extra < 0 or not slots.can_trim(extra):
                 return False

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from kvgen.cache.layers import Layer
 from kvgen.cache.policy import Policy
+from kvgen.cache.slots import storage_bytes
 from kvgen.cache.spec import LayerSpec, total_bytes
 from kvgen.cache.state import State
 from kvgen.cache.stepwise import Step
@@ -40,13 +41,9 @@ class KVCache:
             layer.settle(reached)
         self.position = reached
 
-    def can_trim(self, tokens: int) -> bool:
-        """Whether every layer can take back the last ``tokens`` tokens."""
-        return tokens <= self.position and all(layer.can_trim(tokens) for layer in self.layers)
-
     def refusal(self, tokens: int) -> str | None:
         """Why the last ``tokens`` tokens cannot be taken back; ``None`` if they can."""
-        refusing = [layer for layer in self.layers if not layer.can_trim(tokens)]
+        refusing = self._refusing(tokens)
         return refusing[0].refusal if refusing else None
 
     def trim(self, tokens: int) -> None:
@@ -54,10 +51,12 @@ class KVCache:
 
         Raises ``CannotTrimError`` if any layer cannot, and then changes nothing.
         """
-        refusing = [layer for layer in self.layers if not layer.can_trim(tokens)]
-        for layer in refusing or self.layers:
+        for layer in self._refusing(tokens) or self.layers:  # the first that refuses raises
             layer.trim(tokens)
         self.position -= tokens
+
+    def _refusing(self, tokens: int) -> list[Layer]:
+        return [layer for layer in self.layers if not layer.can_trim(tokens)]
 
     def reset(self) -> None:
         """Back to position 0."""
@@ -105,12 +104,6 @@ class KVCache:
         return sum(layer.bytes_used for layer in self.layers)
 
     @property
-    def bytes_slack(self) -> int:
-        """Bytes allocated for tokens to come: ``bytes_allocated`` less ``bytes_used``."""
-        return sum(layer.bytes_slack for layer in self.layers)
-
-    @property
     def bytes_allocated(self) -> int:
         """Bytes of all storage owned, each storage counted once."""
-        storages = (buffer.untyped_storage() for layer in self.layers for buffer in layer.buffers())
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        return storage_bytes(buffer for layer in self.layers for buffer in layer.buffers())

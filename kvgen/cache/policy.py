@@ -1,4 +1,5 @@
-"""What a storage policy is: how the pairs of one layer are stored, and what that costs.
+"""What a storage policy is: how the pairs of one layer are stored, and what that costs; and the
+verbs of what stores them.
 
 Imports neither torch nor transformers, so that costs can be predicted without them; a policy's
 slots import torch once there are tensors.
@@ -20,7 +21,33 @@ if TYPE_CHECKING:
     from kvgen.cache.manager import KVCache
 
 
-class PairSlots(Protocol):
+class Part(Protocol):
+    """What a layer asks of each of its parts, whatever that keeps."""
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes a later query can still read, counted on the tensors themselves."""
+
+    def buffers(self) -> Sequence[Tensor]:
+        """The memory owned, whole."""
+
+    def can_trim(self, tokens: int) -> bool:
+        """Whether the last ``tokens`` tokens can be taken back."""
+
+    def trim(self, tokens: int) -> None:
+        """Take them back, which ``can_trim`` has allowed."""
+
+    def reset(self) -> None:
+        """Back to no tokens."""
+
+    def state(self) -> State:
+        """What is held, to be written somewhere."""
+
+    def load(self, state: State) -> None:
+        """Take the place of a part of the same kind that gave ``state``."""
+
+
+class PairSlots(Part, Protocol):
     """Where the pairs of one layer lie, tensors ``[batch, heads, tokens, dim]``.
 
     ``length`` counts every token seen, ``held`` those that an update can still return.
@@ -38,17 +65,6 @@ class PairSlots(Protocol):
     def views(self) -> tuple[Tensor, ...]:
         """What is held as attention reads it, oldest first; empty before any token."""
 
-    @property
-    def bytes_used(self) -> int:
-        """Bytes of what is held, counted on the tensors themselves."""
-
-    @property
-    def bytes_slack(self) -> int:
-        """Bytes allocated beyond these, for tokens to come."""
-
-    def buffers(self) -> Sequence[Tensor]:
-        """The memory owned, whole."""
-
     def sizes(self, new: int) -> tuple[int, int]:
         """Tokens that ``update`` with ``new`` ones returns, and the position that the first of
         them has in the mask. The last ``new`` of them end at the newest token's own position.
@@ -57,23 +73,8 @@ class PairSlots(Protocol):
     def update(self, *news: Tensor) -> tuple[Tensor, ...]:
         """Store tensors ``[batch, heads, new, dim]``; return those held before, then these."""
 
-    def can_trim(self, tokens: int) -> bool:
-        """Whether the last ``tokens`` tokens can be taken back."""
-
-    def trim(self, tokens: int) -> None:
-        """Take them back, which ``can_trim`` has allowed."""
-
-    def reset(self) -> None:
-        """Back to no tokens."""
-
     def fork(self) -> PairSlots:
         """An independent copy of what is held."""
-
-    def state(self) -> State:
-        """What is held, to be written somewhere."""
-
-    def load(self, state: State) -> None:
-        """Take the place of slots of the same policy that gave ``state``."""
 
 
 @dataclass(frozen=True)

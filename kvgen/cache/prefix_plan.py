@@ -26,10 +26,9 @@ class Turn:
 class PrefixPlan:
     """The points at which prompts, taken in their order, leave the tokens that earlier ones have.
 
-    Of each prompt at least the last token is forwarded. ``least_tokens`` is what is to be
-    forwarded in all if every point is kept until its last use, which no order can do with less:
-    each distinct prefix once, and one token more for each prompt that an earlier one contains
-    whole.
+    Of each prompt at least the last token is forwarded. If every point is kept until its last use,
+    no order can do with fewer tokens: each distinct prefix once, and one token more for each prompt
+    that an earlier one contains whole.
     """
 
     def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -46,7 +45,6 @@ class PrefixPlan:
                 point = self._users.node(ids[:start])
                 point.value = (point.value or 0) + 1
             self._starts.append(start)
-        self.least_tokens = sum(map(len, prompts)) - sum(self._starts)
 
     def next(self, prompt: Sequence[int]) -> Turn:
         """The turn of ``prompt``, asked for in the order in which they were given."""

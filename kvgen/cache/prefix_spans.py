@@ -33,7 +33,7 @@ class _Span:
 
     @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for part in self.pairs for t in part)
+        return sum(tensor.nbytes for part in self.pairs for tensor in part)
 
 
 class PrefixSpans:

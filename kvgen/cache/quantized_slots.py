@@ -66,19 +66,12 @@ class QuantizedSlots:
     @property
     def views(self) -> tuple[Tensor, ...]:
         """What is held, read back, ``[batch, heads, held, dim]`` each; empty before any."""
-        if not self._dims:
-            return ()
         return tuple(self._read(i) for i in range(len(self._dims)))
 
     @property
     def bytes_used(self) -> int:
         """Bytes of codes, scales and tokens kept as they are."""
         return sum(run.bytes_used for run in self._runs())
-
-    @property
-    def bytes_slack(self) -> int:
-        """Bytes of slots for tokens to come."""
-        return sum(run.bytes_slack for run in self._runs())
 
     def buffers(self) -> Sequence[Tensor]:
         """The memory owned."""

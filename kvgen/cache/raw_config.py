@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvgen.cache.settings import Settings
+from kvgen.cache.settings import LAYERS, Settings
 from kvgen.cache.spec import CHUNKED, CONV, FULL, HYBRID, INDEXED, LINEAR, NOTHING, SLIDING
 from kvgen.errors import ModelError
 
@@ -94,16 +94,15 @@ def _kinds(fields: dict[str, Any], model_type: str) -> list[str] | None:
             )
         return None
     whole = Settings(fields)
-    return rule(whole, whole.count("num_hidden_layers", "n_layer", "num_layers"))
+    return rule(whole, whole.count(*LAYERS))
 
 
-def _period(default: int, field: str = "", other: str = SLIDING, last: bool = False) -> Kinds:
-    """Full attention on every n-th layer, ``last`` also on the last one."""
+def _period(default: int, field: str = "", other: str = SLIDING) -> Kinds:
+    """Full attention on every n-th layer."""
 
     def kinds(whole: Settings, layers: int) -> list[str]:
         period = (whole.integer(field) if field else None) or default
-        found = [FULL if (i + 1) % period == 0 else other for i in range(layers)]
-        return [*found[:-1], FULL] if last else found
+        return [FULL if (i + 1) % period == 0 else other for i in range(layers)]
 
     return kinds
 
@@ -141,13 +140,14 @@ def _attention_at_offset(whole: Settings, layers: int) -> list[str]:
     return [FULL if i % period == offset else LINEAR for i in range(layers)]
 
 
-def _listed(field: str, otherwise: str) -> Kinds:
-    """Full attention on the layers whose indexes a field lists; on all if it is absent."""
+def _listed(field: str, otherwise: str, if_absent: str) -> Kinds:
+    """Full attention on the layers that a field lists; without it, ``if_absent`` on all."""
 
     def kinds(whole: Settings, layers: int) -> list[str]:
         listed = whole.get(field)
-        attend = range(layers) if listed is None and otherwise == CONV else listed or ()
-        return [FULL if i in attend else otherwise for i in range(layers)]
+        if listed is None:
+            return [if_absent] * layers
+        return [FULL if i in listed else otherwise for i in range(layers)]
 
     return kinds
 
@@ -182,7 +182,7 @@ _WINDOW_IS_OPTIONAL = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 _RULES: dict[str, Kinds] = {
     "afmoe": _period(4, "global_attn_every_n_layers"),
     "axk2": _all(INDEXED),
-    "bamba": _listed("attn_layer_indices", LINEAR),
+    "bamba": _listed("attn_layer_indices", LINEAR, LINEAR),
     "cohere2": _period(4, "sliding_window_pattern"),
     "cwm": _begins_period(4),
     "deepseek_v32": _all(INDEXED),
@@ -192,14 +192,13 @@ _RULES: dict[str, Kinds] = {
     "gemma2": _period(2),
     "gemma3_text": _period(6, "sliding_window_pattern"),
     "gemma3n_text": _period(5),
-    "gemma4_text": _period(6, last=True),
     "glm_moe_dsa": _all(INDEXED),
     "gpt_oss": _period(2),
     "granite_swa": _begins_period(4),
     "granitemoehybrid": _all(LINEAR),
     "jamba": _attention_at_offset,
     "kolibri1": _period(5),
-    "lfm2": _listed("full_attn_idxs", CONV),
+    "lfm2": _listed("full_attn_idxs", CONV, FULL),
     "llama4_text": _rope_layers_are_chunked,
     "mamba": _all(LINEAR),
     "mamba2": _all(LINEAR),
@@ -226,13 +225,7 @@ _STATED_ONLY = (
 )
 # Their classes change other fields too, such as sizes that differ from layer to layer.
 _CLASS_ONLY = (
-    *("dory", "dots3_note_text", "gemma4_text", "gemma4_unified_text", "inkling_text", "zamba"),
-    *(
-        "inkling2_text",
-        "inkling2_loop_text",
-        "jetmoe",
-        "longcat_flash",
-        "recurrent_gemma",
-        "zamba2",
-    ),
+    *("dory", "dots3_note_text", "gemma4_text", "gemma4_unified_text", "inkling_text"),
+    *("inkling2_loop_text", "inkling2_text", "jetmoe", "longcat_flash", "recurrent_gemma"),
+    *("zamba", "zamba2"),
 )

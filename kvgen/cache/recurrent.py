@@ -72,12 +72,7 @@ class States:
     @property
     def bytes_used(self) -> int:
         """Bytes of all states."""
-        return sum(state.numel() * state.element_size() for state in self.buffers())
-
-    @property
-    def bytes_slack(self) -> int:
-        """None: a state has its final size from the start."""
-        return 0
+        return sum(state.nbytes for state in self.buffers())
 
     def buffers(self) -> Sequence[Tensor]:
         """The memory owned."""

@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, StaticCache
 
+from kvgen.cache.slots import storage_bytes
+
 
 class RivalCache:
     """One of the library's caches. ``raw`` is what a model's forward takes."""
@@ -55,10 +57,5 @@ class RivalCache:
     @property
     def bytes_allocated(self) -> int:
         """Bytes of all storage behind the layers' tensors, each storage counted once."""
-        storages = {}
-        for layer in self.raw.layers:
-            for value in vars(layer).values():
-                if isinstance(value, Tensor):
-                    storage = value.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
-        return sum(storages.values())
+        kept = (value for layer in self.raw.layers for value in vars(layer).values())
+        return storage_bytes(value for value in kept if isinstance(value, Tensor))

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, inference_mode
 
-from kvgen.cache.layers import Layer
 from kvgen.cache.manager import KVCache
 from kvgen.cache.policy import Policy
 from kvgen.cache.recurrent import States
@@ -38,10 +37,8 @@ def stack(caches: Sequence[KVCache], rows: int) -> KVCache:
     whole = KVCache(caches[0].specs, policy=caches[0].policy)
     whole.position = max(cache.position for cache in caches)
     with inference_mode():
-        for index, layer in enumerate(whole.layers):
-            others = [_parts(cache.layers[index]) for cache in caches]
-            for part, *each in zip(_parts(layer), *others, strict=True):
-                part.stack(each, rows)
+        for part, *each in zip(_parts(whole), *map(_parts, caches), strict=True):
+            part.stack(each, rows)
     return whole
 
 
@@ -49,50 +46,43 @@ def put(cache: KVCache, row: int, other: KVCache) -> None:
     """Replace sequence ``row`` by the one of ``other``, which is no longer; copies that one."""
     # Buffers that grew within a forward are inference tensors, which change only in this mode.
     with inference_mode():
-        for layer, source in zip(cache.layers, other.layers, strict=True):
-            for part, new in zip(_parts(layer), _parts(source), strict=True):
-                part.put(row, new)
+        for part, new in zip(_parts(cache), _parts(other), strict=True):
+            part.put(row, new)
 
 
 def keep(cache: KVCache, rows: list[int]) -> None:
     """Keep only these sequences. Copies them."""
-    for layer in cache.layers:
-        for part in _parts(layer):
-            part.keep(rows)
+    for part in _parts(cache):
+        part.keep(rows)
 
 
 def drop_first(cache: KVCache, tokens: int) -> None:
     """Forget the first ``tokens`` tokens, which are padding in every sequence; copies nothing."""
-    for layer in cache.layers:
-        for part in _parts(layer):
-            part.drop_first(tokens)
+    for part in _parts(cache):
+        part.drop_first(tokens)
     cache.position -= tokens
 
 
 def keeps_every_slot(specs: Sequence[LayerSpec], policy: Policy) -> bool:
     """Whether a cache holds each of its earlier states as well, as ``lift`` needs it."""
     return all(
-        isinstance(part, TokenSlots) and part.window is None
-        for layer in policy.make(specs).layers
-        for part in layer.parts
+        isinstance(part, TokenSlots) and part.window is None for part in _parts(policy.make(specs))
     )
 
 
 def lift(cache: KVCache, first: int, last: int) -> list[list[Tensor]]:
     """By part, copies of the slots from ``first`` to ``last`` of one that ``keeps_every_slot``."""
-    slots = [part for layer in cache.layers for part in _parts(layer)]
-    return [[view[:, :, first:last].clone() for view in part.views] for part in slots]
+    return [[view[:, :, first:last].clone() for view in part.views] for part in _parts(cache)]
 
 
 def lay(cache: KVCache, pairs: list[list[Tensor]], first: int, last: int) -> None:
     """Append what was lifted, from its slot ``first`` to ``last``."""
-    slots = [part for layer in cache.layers for part in _parts(layer)]
     with inference_mode():
-        for part, tensors in zip(slots, pairs, strict=True):
+        for part, tensors in zip(_parts(cache), pairs, strict=True):
             part.update(*(tensor[:, :, first:last] for tensor in tensors))
     cache.position += last - first
 
 
-def _parts(layer: Layer) -> list[Any]:
-    """The parts, which ``why_alone`` has found to be ``TokenSlots`` and ``States``."""
-    return list(layer.parts)
+def _parts(cache: KVCache) -> list[Any]:
+    """Those of all layers; where rows are moved, ``why_alone`` has found them to know how."""
+    return [part for layer in cache.layers for part in layer.parts]

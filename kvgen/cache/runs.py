@@ -44,13 +44,7 @@ class Run:
     @property
     def bytes_used(self) -> int:
         """Bytes of the filled slots."""
-        return sum(view.numel() * view.element_size() for view in self.views)
-
-    @property
-    def bytes_slack(self) -> int:
-        """Bytes of the other slots."""
-        allocated: int = sum(b.numel() * b.element_size() for b in self._buffers)
-        return allocated - self.bytes_used
+        return sum(view.nbytes for view in self.views)
 
     def buffers(self) -> Sequence[Tensor]:
         """The memory owned."""

@@ -10,6 +10,12 @@ from typing import Any
 
 from kvgen.errors import ModelError
 
+# One setting under the names that families give it; the first is by far the commonest.
+HIDDEN = ("hidden_size", "n_embd", "d_model")
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+QUERY_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+
 
 class Settings:
     """The fields of a configuration, by any of the names that models give them."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvgen.cache.raw_config import decoder_settings
-from kvgen.cache.settings import Settings
+from kvgen.cache.settings import HIDDEN, LAYERS, QUERY_HEADS, Settings
 from kvgen.cache.spec import (
     CHUNKED,
     COMPRESSED_SPARSE,
@@ -67,9 +67,7 @@ def specs_from_config(config: Any, expand_latent: bool = False) -> list[LayerSpe
 def _layer_kinds(whole: Settings) -> list[str]:
     """The kind of each layer, as the configuration states or implies it."""
     # In encoder-decoder configurations the common name counts the encoder's layers.
-    layers = whole.integer("decoder_layers") or whole.count(
-        "num_hidden_layers", "n_layer", "num_layers", "n_layers"
-    )
+    layers = whole.integer("decoder_layers") or whole.count(*LAYERS)
     stated = whole.get("layer_types", "layers_block_type")
     if stated is None:
         kinds = [_implied_kind(whole.of_layer(index)) for index in range(layers)]
@@ -132,10 +130,10 @@ def _pair_shape(layer: Settings, kind: str, expand_latent: bool) -> tuple[int, i
     if kind == HYBRID_SLIDING and layer.get("swa_head_dim") is not None:
         heads, dim = layer.count("swa_num_key_value_heads"), layer.count("swa_head_dim")
         return heads, dim, dim
-    heads = layer.count("num_attention_heads", "n_head", "num_heads", "n_heads")
+    heads = layer.count(*QUERY_HEADS)
     if layer.integer("kv_lora_rank"):
         return _latent_shape(layer, heads, expand_latent)
-    dim = layer.integer("head_dim") or layer.count("hidden_size", "n_embd", "d_model") // heads
+    dim = layer.integer("head_dim") or layer.count(*HIDDEN) // heads
     kv_heads = layer.integer("num_key_value_heads", "num_kv_heads") or heads
     if model_type == "falcon":
         # The newer architecture repeats its few heads before they reach the cache.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
 
-from kvgen.cache.settings import Settings
+from kvgen.cache.settings import QUERY_HEADS, Settings
 from kvgen.cache.spec import LayerSpec
 from kvgen.errors import UsageError
 
@@ -22,7 +22,7 @@ def share_of(specs: Sequence[LayerSpec], fields: Settings, ranks: int) -> list[L
     """
     if ranks == 1:
         return list(specs)
-    queries = fields.integer("num_attention_heads", "n_head", "num_heads", "n_heads")
+    queries = fields.integer(*QUERY_HEADS)
     latent = fields.integer("kv_lora_rank") is not None
     counts = [
         0

@@ -1,15 +1,14 @@
 """Buffers with one slot per token: keys and values, or whatever else a layer keeps per token.
 
 Knows torch's tensors, and imports torch only once there are some; knows nothing of transformers,
-models or layer kinds. Slots always lie in order of absolute
-position, so any mask, bias or padding a model applies by position stays right. Two numbers are
-kept apart: ``length`` counts every token seen (absolute), ``_start`` is the slot of the oldest
-token still held (physical).
+models or layer kinds. Slots always lie in order of absolute position, so any mask, bias or padding
+a model applies by position stays right. Two numbers are kept apart: ``length`` counts every token
+seen (absolute), ``_start`` is the slot of the oldest token still held (physical).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvgen.cache.state import State, parallel_state
@@ -62,14 +61,7 @@ class TokenSlots:
     @property
     def bytes_used(self) -> int:
         """Bytes of what is held, counted on the tensors themselves."""
-        return sum(view.numel() * view.element_size() for view in self.views)
-
-    @property
-    def bytes_slack(self) -> int:
-        """Bytes of slots that are allocated and hold nothing: the growth step, a window's slack."""
-        empty = self.capacity - self.held
-        per_slot = (b[:, :, :1].numel() * b.element_size() for b in self._buffers)
-        return empty * sum(per_slot) if self.capacity else 0
+        return sum(view.nbytes for view in self.views)
 
     def buffers(self) -> Sequence[Tensor]:
         """The memory owned, whole."""
@@ -226,6 +218,12 @@ class TokenSlots:
         capacity = max(needed, self.capacity + self.capacity // 8, self.reserve)
         capacity = -(-capacity // self.step) * self.step
         return capacity if self._limit is None else min(capacity, self._limit)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of all storage behind ``tensors``, each storage counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _to_front(buffer: Tensor, start: int, held: int, capacity: int) -> Tensor:

@@ -13,12 +13,24 @@ from kvgen.cache.slots import TokenSlots
 from kvgen.cache.spec import LayerSpec
 from kvgen.errors import UsageError
 
-PLAIN = "plain"
 _MOST = 1 << 24  # beyond every model's positions
 
 
+class _Plain(Policy):
+    """What both ways of making room share."""
+
+    @property
+    def stored(self) -> str:
+        """Pairs as they are, whatever room is made for more."""
+        return "plain"
+
+    def pair_bytes(self, spec: LayerSpec, tokens: int, itemsize: int) -> int:
+        """Every number in the model's dtype."""
+        return spec.pair_bytes(tokens, itemsize)
+
+
 @dataclass(frozen=True)
-class Step(Policy):
+class Step(_Plain):
     """Buffers grow by ``step`` slots, or by an eighth where that is more (see ``TokenSlots``)."""
 
     description: ClassVar[str] = "buffers that grow in steps"
@@ -35,15 +47,6 @@ class Step(Policy):
     def growth(self) -> int:
         """As asked for."""
         return self.step
-
-    @property
-    def stored(self) -> str:
-        """Pairs as they are, whatever room is made for more."""
-        return PLAIN
-
-    def pair_bytes(self, spec: LayerSpec, tokens: int, itemsize: int) -> int:
-        """Every number in the model's dtype."""
-        return spec.pair_bytes(tokens, itemsize)
 
     def slots(self, spec: LayerSpec) -> PairSlots:
         """Empty slots."""
@@ -77,7 +80,7 @@ def in_blocks(policy: Policy, block: int) -> Blocks:
 
 
 @dataclass(frozen=True)
-class Exact(Policy):
+class Exact(_Plain):
     """Buffers made once, for exactly the tokens that prompt and new tokens will be."""
 
     description: ClassVar[str] = "buffers of the final size from the start"
@@ -88,15 +91,6 @@ class Exact(Policy):
         """Raises ``UsageError`` for less than 1 token."""
         if self.tokens is not None and self.tokens < 1:
             raise UsageError(f"exact,tokens:N needs at least 1 token, not {self.tokens}")
-
-    @property
-    def stored(self) -> str:
-        """Pairs as they are, whatever room is made for more."""
-        return PLAIN
-
-    def pair_bytes(self, spec: LayerSpec, tokens: int, itemsize: int) -> int:
-        """Every number in the model's dtype."""
-        return spec.pair_bytes(tokens, itemsize)
 
     def slots(self, spec: LayerSpec) -> PairSlots:
         """Empty slots; a window's buffers are bounded as ever."""

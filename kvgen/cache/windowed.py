@@ -98,11 +98,6 @@ class SinkSlots:
         """Bytes of what is held."""
         return self._first.bytes_used + self._last.bytes_used
 
-    @property
-    def bytes_slack(self) -> int:
-        """Bytes of slots for tokens to come."""
-        return self._first.bytes_slack + self._last.bytes_slack
-
     def buffers(self) -> Sequence[Tensor]:
         """The memory owned."""
         return [*self._first.buffers(), *self._last.buffers()]

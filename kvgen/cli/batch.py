@@ -11,7 +11,7 @@ import typer
 
 from kvgen.cli import options as shared
 from kvgen.cli import values
-from kvgen.cli.interrupts import preparing
+from kvgen.cli.interrupts import INTERRUPTED, preparing
 from kvgen.cli.options import option, use_threads
 from kvgen.errors import InputError, KvgenError, UsageError
 from kvgen.report.units import visible
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kvgen.measure.requests import Rejected, Request
     from kvgen.models import LoadOptions
 
-INTERRUPTED = 130
 _TOKENS, _CACHE, _OUTPUT = "Tokens", "Cache and measuring", "Output"
 
 
@@ -64,9 +63,7 @@ def batch(
     repetition_penalty: shared.RepetitionPenaltyOption = 1.0,
     seed: shared.SeedOption = None,
     stop: shared.StopOption = None,
-    ignore_eos: Annotated[
-        bool, option("--ignore-eos", help="Go on after end-of-text.", rich_help_panel=_TOKENS)
-    ] = False,
+    ignore_eos: shared.IgnoreEosOption = False,
     chat: shared.ChatOption = False,
     system: shared.SystemOption = None,
     parse_special: shared.ParseSpecialOption = False,
@@ -239,14 +236,13 @@ def _prepare(
     from kvgen.measure.guard import Demand, check_before_loading
     from kvgen.measure.run import DEFAULT_NEW_TOKENS
     from kvgen.models import load_model
-    from kvgen.models.device import choose_device
 
     if not options.force:
         # The prompts' tokens are not known yet; what is known must fit already.
         tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS
         rows = min(options.batch_size, len(requests) or 1)
         demand = Demand(tokens, find_policy(options.cache), 1, rows)
-        check_before_loading(load, str(choose_device(load.device)), demand)
+        check_before_loading(load, demand)
     with loading(quiet) as progress:
         return BatchRun(load_model(load, progress), requests, options, results.finished)
 

@@ -10,7 +10,7 @@ import typer
 from kvgen.cli import options as shared
 from kvgen.cli.generate import policy_text, prepare
 from kvgen.cli.interrupts import preparing
-from kvgen.cli.options import option, use_threads
+from kvgen.cli.options import use_threads
 from kvgen.cli.parallel import one_process
 from kvgen.errors import DisagreementError, KvgenError
 from kvgen.report.units import visible
@@ -20,9 +20,6 @@ cache_app = typer.Typer(
 )
 
 FileArgument = Annotated[Path, typer.Argument(help="A file that --prompt-cache can read.")]
-PolicyOption = Annotated[
-    str | None, option("--cache", help="How pairs are stored.  [default: step]")
-]
 
 
 @cache_app.command()
@@ -41,7 +38,7 @@ def save(
     chat: shared.ChatOption = False,
     system: shared.SystemOption = None,
     parse_special: shared.ParseSpecialOption = False,
-    cache: PolicyOption = None,
+    cache: shared.CacheOption = None,
     force: shared.ForceOption = False,
     quiet: shared.QuietOption = False,
     debug: shared.DebugOption = False,
@@ -55,7 +52,7 @@ def save(
 
     one_process()
     shared.check_prompt_cache(file, False)
-    policy = policy_text(cache, None, False)
+    policy = policy_text(cache)
     text = read_prompt(prompt, None)
     with preparing():
         # The heavy imports start here, once the command line is known to be right.
@@ -125,7 +122,7 @@ def verify(
     threads: shared.ThreadsOption = None,
     trust_remote_code: shared.TrustRemoteCodeOption = False,
     offline: shared.OfflineOption = False,
-    cache: PolicyOption = None,
+    cache: shared.CacheOption = None,
     quiet: shared.QuietOption = False,
     debug: shared.DebugOption = False,
     config: shared.ConfigOption = None,
@@ -138,7 +135,7 @@ def verify(
     from kvgen.cli.streams import Output
 
     one_process()
-    policy = policy_text(cache, None, False)
+    policy = policy_text(cache)
     open_cache_file(file)  # what is none is refused before the model is loaded
     output = Output(None)
     # The heavy imports start here, once the command line is known to be right.

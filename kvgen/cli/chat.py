@@ -152,12 +152,11 @@ def _prepare(
     from kvgen.measure.guard import Demand, check_before_loading
     from kvgen.measure.turns import MeasuredConversation
     from kvgen.models import load_model
-    from kvgen.models.device import choose_device
 
     use_threads(threads)
     policy = find_policy(options.cache)
     if not options.force:
         demand = Demand(options.max_new_tokens or DEFAULT_NEW_TOKENS, policy, chunk=1)
-        check_before_loading(load, str(choose_device(load.device)), demand)
+        check_before_loading(load, demand)
     with loading(quiet) as progress:
         return MeasuredConversation(Conversation(load_model(load, progress), options))

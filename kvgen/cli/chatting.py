@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvgen.cli.interrupts import stopping, terminated
+from kvgen.cli.interrupts import INTERRUPTED, stopping, terminated
 from kvgen.cli.lines import Lines, history
 from kvgen.errors import InputError, KvgenError, UsageError
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from kvgen.engine.conversation import Conversation
     from kvgen.engine.conversation_file import ConversationFiles
     from kvgen.measure.turns import MeasuredConversation
-
-INTERRUPTED = 130
 
 
 class _Quit(Exception):  # noqa: N818
@@ -48,8 +46,8 @@ class Chat:
     def greet(self) -> None:
         """Say with whom one talks."""
         loaded = self.talk.loaded
-        dtype = str(loaded.dtype).removeprefix("torch.")
-        _say(f"{loaded.source.name}: {dtype} on {loaded.device}; /help lists commands, Ctrl-D ends")
+        who = f"{loaded.source.name}: {loaded.dtype_name} on {loaded.device}"
+        _say(f"{who}; /help lists commands, Ctrl-D ends")
 
     def run(self) -> int:
         """Until the end of the input or ``/quit``; returns the exit code."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvgen.cli.interrupts import INTERRUPTED
 from kvgen.cli.options import use_threads
 from kvgen.cli.parallel import speaks
 from kvgen.cli.progress import loading, measuring
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from kvgen.measure.gates import GateOptions
     from kvgen.measure.setup import CompareOptions
     from kvgen.models import LoadOptions
-
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,6 @@ class Comparing:
         from kvgen.measure.guard import Demand, check_before_loading, check_heads
         from kvgen.measure.setup import prepare
         from kvgen.models import load_model
-        from kvgen.models.device import choose_device
 
         use_threads(self.threads)
         check_heads(self.load)
@@ -123,7 +121,7 @@ class Comparing:
             # A given prompt's tokens are not known yet; what is known must fit already.
             tokens = max(self.options.depths) + self.options.prompt_tokens + self.options.new_tokens
             demand = Demand(tokens, find_policy(DEFAULT), chunk=1)
-            check_before_loading(self.load, str(choose_device(self.load.device)), demand)
+            check_before_loading(self.load, demand)
         with loading(self.quiet) as progress:
             loaded = load_model(self.load, progress)
             run = prepare(

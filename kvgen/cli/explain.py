@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -12,14 +11,6 @@ from kvgen.cli import options as shared
 from kvgen.cli.options import option, use_threads
 from kvgen.cli.parallel import one_process
 from kvgen.errors import DisagreementError, UsageError
-
-
-class Format(str, Enum):
-    """What stdout carries."""
-
-    text = "text"
-    json = "json"
-
 
 _OUTPUT = "Output"
 
@@ -49,9 +40,7 @@ def explain(
         bool,
         option("--timings/--no-timings", help="Measure both paths, and this machine's limits."),
     ] = True,
-    output_format: Annotated[
-        Format, option("--format", "-f", help="What stdout carries.", rich_help_panel=_OUTPUT)
-    ] = Format.text,
+    output_format: shared.TextOrJsonOption = shared.TextOrJson.text,
     html: Annotated[
         Path | None,
         option("--html", help="Also write a page to look at.", rich_help_panel=_OUTPUT),
@@ -97,7 +86,7 @@ def explain(
     options = ExplainOptions(text, max_new_tokens, layer, chat, timings, parse_special)
     record = ExplanationRun(loaded, options).explain()
 
-    if output_format is Format.text:
+    if output_format is shared.TextOrJson.text:
         destination.write(explanation_text(record))
     else:
         destination.write(to_json(explanation_document(record), indent=2) + "\n")

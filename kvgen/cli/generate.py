@@ -66,9 +66,7 @@ def generate(
     repetition_penalty: shared.RepetitionPenaltyOption = 1.0,
     seed: shared.SeedOption = None,
     stop: shared.StopOption = None,
-    ignore_eos: Annotated[
-        bool, option("--ignore-eos", help="Go on after end-of-text.", rich_help_panel=_TOKENS)
-    ] = False,
+    ignore_eos: shared.IgnoreEosOption = False,
     chat: shared.ChatOption = False,
     system: shared.SystemOption = None,
     parse_special: shared.ParseSpecialOption = False,
@@ -208,7 +206,7 @@ def generate(
     return view.show(run)
 
 
-def policy_text(cache: str | None, step: int | None, no_cache: bool) -> str:
+def policy_text(cache: str | None, step: int | None = None, no_cache: bool = False) -> str:
     """The storage policy that the options name, found to be one."""
     from kvgen.cache.policies import DEFAULT, find_policy
 
@@ -232,7 +230,6 @@ def prepare(
     from kvgen.measure.guard import Demand, check_before_loading, check_heads
     from kvgen.measure.run import DEFAULT_NEW_TOKENS, GenerationRun
     from kvgen.models import load_model
-    from kvgen.models.device import choose_device
 
     use_threads(threads)
     check_heads(load)
@@ -240,6 +237,6 @@ def prepare(
         # The prompt's tokens are not known yet; what is known must fit already.
         policy = find_policy(options.cache) if options.cached else None
         demand = Demand(options.max_new_tokens or DEFAULT_NEW_TOKENS, policy, chunk=1)
-        check_before_loading(load, str(choose_device(load.device)), demand)
+        check_before_loading(load, demand)
     with loading(quiet) as progress:
         return GenerationRun(load_model(load, progress), options, progress=progress)

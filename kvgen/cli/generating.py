@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from kvgen.cli.interrupts import INTERRUPTED
 from kvgen.errors import DisagreementError, InputError
 
 if TYPE_CHECKING:
     from kvgen.cli.streams import Output
     from kvgen.measure.run import GenerationRun
 
-INTERRUPTED = 130
 logger = logging.getLogger("kvgen")
 
 

@@ -21,7 +21,7 @@ from kvgen.cli.chat import chat
 from kvgen.cli.compare import compare
 from kvgen.cli.explain import explain
 from kvgen.cli.generate import generate
-from kvgen.cli.interrupts import exit_code, note_interrupts
+from kvgen.cli.interrupts import INTERRUPTED, exit_code, note_interrupts
 from kvgen.cli.ordered import OrderedCommand
 from kvgen.cli.parallel import leave, quiet_other_ranks, settled
 from kvgen.cli.report import report
@@ -32,8 +32,6 @@ from kvgen.cli.verify import verify
 from kvgen.errors import KvgenError
 from kvgen.models.failures import is_out_of_memory, one_line
 from kvgen.report.units import visible
-
-INTERRUPTED = 130
 
 app = typer.Typer(
     name="kvgen",

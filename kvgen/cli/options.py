@@ -1,23 +1,22 @@
-"""Options that commands share, and where their values come from.
+"""Options that commands share.
 
 An option's value is what the command line says, else its ``KVGEN_*`` variable, else the file that
-``--config`` names, else the default.
+``--config`` names (see ``config``), else the default.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
-from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kvgen.cli.config import read_config
 from kvgen.cli.parallel import DeviceMap, Parallel
-from kvgen.errors import UsageError, nearest
+from kvgen.errors import UsageError
 from kvgen.machine import default_threads, usable_cores
 
 
@@ -26,79 +25,6 @@ def option(name: str, *others: str, **settings: Any) -> Any:
     long = name.split("/")[0].removeprefix("--")
     variable = "KVGEN_" + long.upper().replace("-", "_")
     return typer.Option(name, *others, envvar=variable, show_envvar=False, **settings)
-
-
-def _read_config(context: typer.Context, path: Path | None) -> Path | None:
-    if path is not None:
-        known = {
-            long.removeprefix("--"): parameter
-            for parameter in context.command.params
-            for long in parameter.opts
-            if long.startswith("--") and long not in ("--config", "--help")
-        }
-        commands = getattr(context.parent and context.parent.command, "commands", ())
-        values = config_values(path, str(context.info_name), known, tuple(commands))
-        lists = {str(p.name) for p in context.command.params if getattr(p, "multiple", False)}
-        context.default_map = {
-            name: [value] if name in lists and not isinstance(value, list) else value
-            for name, value in values.items()
-        }
-    return path
-
-
-def config_values(
-    path: Path, command: str, known: dict[str, Any], commands: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Option values by parameter name; ``known`` maps option names to the command's parameters.
-
-    Tables may be named after any of ``commands``. Raises ``UsageError`` for an unknown key or
-    table and for a value of the wrong type.
-    """
-    table = _load_toml(path)
-    for name, value in table.items():
-        if commands and isinstance(value, dict) and name not in commands:
-            raise UsageError(f"{path}: there is no command {name!r}{nearest(name, commands)}")
-    own = table.get(command, {})
-    if not isinstance(own, dict):
-        raise UsageError(f"{path}: {command} must be a table of options, not {own!r}")
-    common = {key: value for key, value in table.items() if not isinstance(value, dict)}
-    values = {}
-    for key, value in (common | own).items():
-        name = key.replace("_", "-")
-        if name not in known:
-            raise UsageError(f"{path}: unknown option {key!r}{nearest(name, known)}")
-        values[str(known[name].name)] = _fitting(f"{path}: {key}", value, known[name])
-    return values
-
-
-def _fitting(where: str, value: Any, parameter: Any) -> Any:
-    """A TOML value as the option takes it; the argument parser would read ``true`` as 1."""
-    if getattr(parameter, "is_flag", False):
-        fits, wanted = isinstance(value, bool), "true or false"
-    elif getattr(parameter, "multiple", False):
-        value = [value] if isinstance(value, str) else value
-        fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        wanted = "text or a list of texts"
-    else:
-        fits = isinstance(value, str | int | float) and not isinstance(value, bool)
-        wanted = "text or a number"
-    if not fits:
-        raise UsageError(f"{where} must be {wanted}, not {value!r}")
-    return value
-
-
-def _load_toml(path: Path) -> dict[str, Any]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    try:
-        return tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"cannot read the configuration file {path}: {reason}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path} is not valid TOML: {error}") from error
 
 
 def _not_empty(stops: list[str] | None) -> list[str] | None:
@@ -129,6 +55,13 @@ class LoadFormat(str, Enum):
 
     auto = "auto"
     dummy = "dummy"
+
+
+class TextOrJson(str, Enum):
+    """What stdout carries."""
+
+    text = "text"
+    json = "json"
 
 
 class AttentionMode(str, Enum):
@@ -287,6 +220,9 @@ StopOption = Annotated[
         rich_help_panel=_TOKENS,
     ),
 ]
+IgnoreEosOption = Annotated[
+    bool, option("--ignore-eos", help="Go on after end-of-text.", rich_help_panel=_TOKENS)
+]
 CacheOption = Annotated[
     str | None,
     option(
@@ -304,13 +240,32 @@ PrefillChunkOption = Annotated[
         rich_help_panel=_CACHE,
     ),
 ]
+PromptCacheOption = Annotated[
+    Path | None,
+    option(
+        "--prompt-cache",
+        help="Take the prompt's beginning from this file, if it is there; keep the cache in it.",
+        rich_help_panel=_CACHE,
+    ),
+]
+PromptCacheReadOnlyOption = Annotated[
+    bool,
+    option(
+        "--prompt-cache-ro",
+        help="Never write the file of --prompt-cache.",
+        rich_help_panel=_CACHE,
+    ),
+]
 ParseSpecialOption = Annotated[
     bool,
     option(
         "--parse-special",
         help="Read special tokens that the prompt spells out, such as </s>, as what they name.",
-        rich_help_panel="Tokens",
+        rich_help_panel=_TOKENS,
     ),
+]
+TextOrJsonOption = Annotated[
+    TextOrJson, option("--format", "-f", help="What stdout carries.", rich_help_panel=_OUTPUT)
 ]
 OutputOption = Annotated[
     Path | None,
@@ -333,28 +288,10 @@ ConfigOption = Annotated[
     Path | None,
     option(
         "--config",
-        callback=_read_config,
+        callback=read_config,
         is_eager=True,
         help="TOML file with option values; a table named after a command wins for that command.",
         rich_help_panel=_OUTPUT,
-    ),
-]
-
-
-PromptCacheOption = Annotated[
-    Path | None,
-    option(
-        "--prompt-cache",
-        help="Take the prompt's beginning from this file, if it is there; keep the cache in it.",
-        rich_help_panel="Cache and measuring",
-    ),
-]
-PromptCacheReadOnlyOption = Annotated[
-    bool,
-    option(
-        "--prompt-cache-ro",
-        help="Never write the file of --prompt-cache.",
-        rich_help_panel="Cache and measuring",
     ),
 ]
 

@@ -9,11 +9,11 @@ import os
 import re
 import sys
 from enum import Enum
-from typing import Literal
 
 from kvgen.cli.interrupts import INTERRUPTED, stop_together
 from kvgen.errors import UsageError
 from kvgen.models import ranks
+from kvgen.models.types import Spread
 from kvgen.report.units import visible
 
 _PLACE = re.compile(r"\[\S*\.(cc|cpp):\d+\]\s*")  # in the library's source
@@ -31,9 +31,6 @@ class DeviceMap(str, Enum):
 
     none = "none"
     auto = "auto"
-
-
-Spread = Literal["none", "tensor", "auto"]
 
 
 def quiet_other_ranks(command: str) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvgen.models.types import ProgressCallback, no_progress
 from kvgen.report.units import visible
-
-ProgressCallback = Callable[[str, int, int], None]
 
 
 @contextmanager
@@ -20,21 +19,12 @@ def loading(quiet: bool) -> Iterator[ProgressCallback]:
     says why it takes long.
     """
     if quiet:
-        yield lambda what, done, total: None
-        return
-    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield no_progress
+    elif not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield _say_once()
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from kvgen.cli.streams import error_console
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=error_console(), transient=True) as bar:
-        task = bar.add_task("loading the model", total=None)
-        yield lambda what, done, total: bar.update(
-            task, description=visible(what), completed=done, total=total
-        )
+    else:
+        with _bar("loading the model", by_itself=True) as show:
+            yield show
 
 
 @contextmanager
@@ -44,19 +34,27 @@ def measuring(quiet: bool) -> Iterator[ProgressCallback]:
     Silent without a terminal.
     """
     if quiet or not sys.stderr.isatty():
-        yield lambda what, done, total: None
-        return
+        yield no_progress
+    else:
+        with _bar("measuring", by_itself=False) as show:
+            yield show
+
+
+@contextmanager
+def _bar(title: str, by_itself: bool) -> Iterator[ProgressCallback]:
+    """A bar that is drawn from time to time ``by_itself``, or else at every call alone."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from kvgen.cli.streams import error_console
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
     console = error_console()
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
-        task = bar.add_task("measuring", total=None)
+    with Progress(*columns, console=console, transient=True, auto_refresh=by_itself) as bar:
+        task = bar.add_task(title, total=None)
 
         def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=visible(what), completed=done, total=total, refresh=True)
+            now = not by_itself
+            bar.update(task, description=visible(what), completed=done, total=total, refresh=now)
 
         yield show
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,16 +15,6 @@ from kvgen.models import ranks
 if TYPE_CHECKING:
     from kvgen.cli.streams import Output
     from kvgen.measure.verification import VerificationRun
-
-
-class Format(str, Enum):
-    """What stdout carries."""
-
-    text = "text"
-    json = "json"
-
-
-_OUTPUT = "Output"
 
 
 def verify(
@@ -47,9 +36,7 @@ def verify(
     quick: Annotated[
         bool, option("--quick", help="Short sequences only: seconds on a small model.")
     ] = False,
-    output_format: Annotated[
-        Format, option("--format", "-f", help="What stdout carries.", rich_help_panel=_OUTPUT)
-    ] = Format.text,
+    output_format: shared.TextOrJsonOption = shared.TextOrJson.text,
     output: shared.OutputOption = None,
     quiet: shared.QuietOption = False,
     debug: shared.DebugOption = False,
@@ -91,12 +78,12 @@ def verify(
     return _show(run, destination, output_format)
 
 
-def _show(run: VerificationRun, destination: Output, form: Format) -> int:
+def _show(run: VerificationRun, destination: Output, form: shared.TextOrJson) -> int:
     """Drive the checks to their end, showing each as it finishes; returns the exit code."""
     from kvgen.report import verify_text
     from kvgen.report.document import to_json
 
-    as_text = form is Format.text
+    as_text = form is shared.TextOrJson.text
     if as_text:
         _lines(destination, verify_text.head_lines(run.record))
     for outcome in run.outcomes():

@@ -151,7 +151,7 @@ class Conversation:
                 room = limit - len(ids)
             if room < (wanted or 1):
                 raise InputError(self._full_text(full, wanted or 1, limit))
-        check_known(ids, self.loaded.model.get_input_embeddings().weight.shape[0])
+        check_known(ids, self.loaded.vocabulary)
         dropped = len(self.turns) - len(turns)
         if dropped:
             self.turns, self.ids = turns, self._ids_of(turns)

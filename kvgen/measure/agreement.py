@@ -10,6 +10,7 @@ from kvgen.measure.comparison_records import Agreement, FirstDifference
 from kvgen.measure.records import CheckedStep
 from kvgen.measure.verdict import (
     compare_step,
+    first_rescaled,
     judge,
     largest_logit,
     lossy_tolerance,
@@ -42,9 +43,7 @@ class LogitsCheck:
         self._first_position = first_position
         self._dtypes = dtypes
         self._lossy = lossy
-        self._rescaled_from = (
-            None if rotary_change is None else max(0, rotary_change + 1 - first_position)
-        )
+        self._rescaled_from = first_rescaled(rotary_change, first_position)
         self._drop = 0.0
         self._steps: dict[int, CheckedStep] = {}
         self._sum = 0.0

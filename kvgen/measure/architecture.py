@@ -13,7 +13,7 @@ from kvgen.errors import ModelError, UsageError
 from kvgen.measure.parameters import estimate_parameters
 from kvgen.models import hub
 from kvgen.models.gguf_header import read_gguf
-from kvgen.models.names import DEFAULT_HUB_ID, DEFAULT_NAME, find_default_gguf
+from kvgen.models.names import DEFAULT_HUB_ID, DEFAULT_NAME, existing, find_default_gguf
 from kvgen.models.store import find_converted_before
 from kvgen.models.types import LoadOptions
 from kvgen.models.weights import (
@@ -68,11 +68,7 @@ def read_architecture(options: LoadOptions) -> Architecture:
     elif not name.strip():
         raise UsageError("the model name is empty; give a file, a folder or a Hub id")
     else:
-        try:
-            found = Path(name).expanduser()
-            path = found if found.exists() else None
-        except (OSError, ValueError, RuntimeError):  # too long, a null byte, or no such home
-            path = None
+        path = existing(name)
     if path is None:
         if not hub.is_hub_id(name) or name.lower().endswith((".json", ".gguf")):
             raise ModelError(f"{name}: no such file or folder, and not the form of a Hub id")

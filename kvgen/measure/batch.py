@@ -6,6 +6,7 @@ that are decoded together. Row by row the results are the caller's business.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -79,12 +80,22 @@ class BatchRun:
         self._prompts = unfinished(prompts, finished or {})
         if self._prompts and not self._options.force:
             self._check_memory()
-        self.summary = self._new_summary(len(prompts) - len(self._prompts))
+        size, shared, notes = self._what_suits()
+        self.summary = BatchSummary(
+            model=model_facts(loaded, WeightReads(loaded.model).total, self._new_cache()),
+            environment=environment(self._forward, loaded),
+            batch_size=size,
+            shared=shared,
+            already_finished=len(prompts) - len(self._prompts),
+            rejected=len(self.rejected),
+            notes=notes,
+        )
         self._plan = PrefixPlan([p.ids for p in self._prompts] if self.summary.shared else [])
         self._every_slot = keeps_every_slot(self._specs, self._policy)
-        self._stored: PrefixIndex | PrefixSpans = PrefixIndex(self._budget())
-        if self._every_slot:
-            self._stored = PrefixSpans(self._new_cache(), self._budget())
+        budget = self._budget()
+        self._stored: PrefixIndex | PrefixSpans = (
+            PrefixSpans(self._new_cache(), budget) if self._every_slot else PrefixIndex(budget)
+        )
 
     @property
     def total(self) -> int:
@@ -93,18 +104,13 @@ class BatchRun:
 
     def rows(self) -> Iterator[RowResult]:
         """Run; yields each result as soon as it is complete, which is not the input's order."""
-        waiting = iter(self._prompts)
+        waiting = deque(self._prompts)
         batch = RowBatch(self._forward, min(self.summary.batch_size, self.total))
         flying: dict[Row, _InFlight] = {}
         self._began = self._clock.now()
-        more = True
-        while more or flying:
-            while more and len(flying) < self.summary.batch_size:
-                prompt = next(waiting, None)
-                more = prompt is not None
-                if prompt is None:
-                    break
-                begun, cache = self._begin(prompt, batch)
+        while waiting or flying:
+            while waiting and len(flying) < self.summary.batch_size:
+                begun, cache = self._begin(waiting.popleft(), batch)
                 if begun.answer.reason is not None:
                     yield self._ended(begun)
                     continue
@@ -207,7 +213,10 @@ class BatchRun:
     def _new_cache(self) -> KVCache:
         return self._policy.make(self._specs)
 
-    def _new_summary(self, already_finished: int) -> BatchSummary:
+    def _what_suits(self) -> tuple[int, bool, list[str]]:
+        """Warm up; how many rows the model decodes together and whether its prefixes are shared,
+        and what a reader must know.
+        """
         loaded, options, specs = self._loaded, self._options, self._specs
         size, shared, notes = options.batch_size, options.share_prefix, []
         longest = max((p.tokens for p in self._prompts), default=0)
@@ -226,24 +235,13 @@ class BatchRun:
             notes.append(self._policy.note)
         if loaded.source.kind == "random weights":
             notes.append(RANDOM_WEIGHTS)
-        dtype = str(loaded.dtype).removeprefix("torch.")
-        return BatchSummary(
-            model=model_facts(loaded, WeightReads(loaded.model).total, self._new_cache()),
-            environment=environment(self._forward, loaded.device, dtype, None),
-            batch_size=size,
-            shared=shared,
-            already_finished=already_finished,
-            rejected=len(self.rejected),
-            notes=notes,
-        )
+        return size, shared, notes
 
     def _check_memory(self) -> None:
         longest = max(prompt.tokens for prompt in self._prompts)
         chunk = self._options.prefill_chunk or max(len(prompt.ids) for prompt in self._prompts)
         rows = min(self._options.batch_size, len(self._prompts))
-        demand = Demand(longest, self._policy, chunk, rows)
-        itemsize, device = self._loaded.dtype.itemsize, str(self._loaded.device)
-        check_before_growing(self._loaded.config, self._specs, itemsize, device, demand)
+        check_before_growing(self._loaded, self._specs, Demand(longest, self._policy, chunk, rows))
 
     def _budget(self) -> int | None:
         if self._options.prefix_budget is not None:

@@ -100,7 +100,7 @@ def unfinished(prompts: Sequence[Prompt], finished: Mapping[Id, str]) -> list[Pr
 def _prepared(loaded: LoadedModel, request: Request, options: BatchOptions, base: int) -> Prompt:
     """Raises ``KvgenError`` for what cannot be served."""
     ids = _ids(loaded, request, options)
-    check_known(ids, loaded.model.get_input_embeddings().weight.shape[0])
+    check_known(ids, loaded.vocabulary)
     asked = request.max_new_tokens or options.max_new_tokens
     room = check_fits(len(ids), asked, loaded.context_limit)
     wanted = asked or min(DEFAULT_NEW_TOKENS, room or DEFAULT_NEW_TOKENS)

@@ -1,4 +1,4 @@
-"""What a batch leaves behind: plain data, no torch. Seconds are ``*_s``, bytes are ``*_bytes``."""
+"""What a batch leaves behind: plain data. Seconds are ``*_s``, bytes are ``*_bytes``."""
 
 from __future__ import annotations
 

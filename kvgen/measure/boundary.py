@@ -6,14 +6,15 @@ rate of a large matrix product (the roofline model: Williams, Waterman and Patte
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kvgen.cache.spec import LayerSpec, total_bytes
+from kvgen.measure.clock import DeviceClock
 from kvgen.measure.explanation import Boundary, Stage
+from kvgen.measure.fit import largest
 from kvgen.measure.roofline import WeightReads
 
 _SIDE = 1024
@@ -24,14 +25,11 @@ _FARTHEST = 1 << 40
 def measured_compute(device: Any, dtype: Any) -> float:
     """Multiplications and additions per second of a large matrix product, the best of several."""
     square = torch.ones(_SIDE, _SIDE, device=device, dtype=dtype)
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
-    best = float("inf")
+    clock, best = DeviceClock(device), float("inf")
     for _ in range(_PRODUCTS):
-        wait()
-        begin = time.perf_counter()
+        begin = clock.now()
         torch.mm(square, square).sum().item()
-        wait()
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, clock.now() - begin)
     return 2 * _SIDE**3 / best
 
 
@@ -74,17 +72,9 @@ def boundary(
 def context_of(specs: Sequence[LayerSpec], size: int, itemsize: int) -> int | None:
     """The least tokens whose cache takes ``size`` bytes by the formula; ``None`` where none do."""
 
-    def reaches(tokens: int) -> bool:
+    def falls_short(tokens: int) -> bool:
         held = total_bytes(specs, tokens, itemsize)
-        return held is not None and held >= size
+        return held is None or held < size
 
-    high = 1
-    while not reaches(high):
-        high *= 2
-        if high > _FARTHEST:
-            return None
-    low = high // 2
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if reaches(middle) else (middle, high)
-    return high
+    short = largest(falls_short, _FARTHEST)
+    return None if short == _FARTHEST else short + 1

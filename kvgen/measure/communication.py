@@ -68,7 +68,7 @@ class Traffic:
             if self._inside:  # one that is made of others
                 return collective(*arguments, **settings)
             tensor = arguments[own] if len(arguments) > own else settings["tensor"]
-            size = tensor.numel() * tensor.element_size()
+            size = tensor.nbytes
             self._calls += 1
             self._wire_bytes += (self._size - 1) * (
                 2 * size // self._size if kind == _REDUCE else size

@@ -7,7 +7,7 @@ all contestants in turn (A B A B), each from the filled prefix and through the s
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -21,8 +21,7 @@ from kvgen.measure.contestants import Cached, Contestant
 from kvgen.measure.facts import rank_shares
 from kvgen.measure.records import RankShares
 from kvgen.measure.tally import against_reference, fits, result, unsteady
-
-ProgressCallback = Callable[[str, int, int], None]
+from kvgen.models.types import ProgressCallback, no_progress
 
 
 @dataclass
@@ -77,7 +76,7 @@ class ComparisonRun:
         self._contestants = list(contestants)
         self._tracks = list(tracks)
         self._clock = clock
-        self._progress: ProgressCallback = lambda what, done, total: None
+        self._progress: ProgressCallback = no_progress
         self._done = 0
         self._bench: _Bench | None = None
         self._traffic = watch_traffic()

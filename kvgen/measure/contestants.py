@@ -19,6 +19,7 @@ from torch import Tensor
 from kvgen.cache.adapter import TransformersCache, policy_for, specs_for
 from kvgen.cache.manager import KVCache
 from kvgen.cache.policies import DEFAULT
+from kvgen.cache.rivals import RivalCache
 from kvgen.cache.stepwise import in_blocks
 from kvgen.engine.decoder import Decoder, Token
 from kvgen.engine.forward import Forward
@@ -62,6 +63,8 @@ class ForcedSampler(Sampler):
 class Contestant(ABC):
     """See the module. ``facts`` is what the record says of it."""
 
+    cache: KVCache | RivalCache | None = None
+    """Of the current run; ``None`` for a contestant that retains nothing."""
     lossy: float | None = None
     """How far its logits may move by design, relative to the largest; ``None``: not at all."""
     rotary_change: int | None = None
@@ -76,7 +79,7 @@ class Contestant(ABC):
             name=name,
             description=description,
             kind=kind,
-            dtype=str(loaded.dtype).removeprefix("torch."),
+            dtype=loaded.dtype_name,
             weight_bytes=self.weights.total,
         )
 
@@ -93,14 +96,14 @@ class Contestant(ABC):
         """Run ``count`` steps, the first of which is the prefill."""
 
     @property
-    @abstractmethod
     def bytes_used(self) -> int:
         """Bytes of pairs the current run holds."""
+        return 0 if self.cache is None else self.cache.bytes_used
 
     @property
-    @abstractmethod
     def bytes_allocated(self) -> int:
         """Bytes of storage the current run owns for them."""
+        return 0 if self.cache is None else self.cache.bytes_allocated
 
 
 class _Steps(Protocol):
@@ -128,9 +131,9 @@ class StepContestant(Contestant):
         """What comes before a step and is no part of it."""
 
     @property
-    @abstractmethod
     def pending(self) -> int:
-        """Tokens the next step forwards."""
+        """Tokens the next step forwards: those that the cache does not hold."""
+        return len(self.decoder.ids) - (0 if self.cache is None else self.cache.position)
 
 
 class Uncached(StepContestant):
@@ -146,19 +149,12 @@ class Uncached(StepContestant):
         """The ids, and no cache."""
         self.decoder = Decoder(self.forward, ids, ForcedSampler(forced), None)
 
-    @property
-    def pending(self) -> int:
-        """All of them."""
-        return len(self.decoder.ids)
-
-    bytes_used = 0
-    bytes_allocated = 0
-
 
 class Cached(StepContestant):
     """kvgen's cache under one of its storage policies."""
 
     decoder: Decoder
+    cache: KVCache
 
     def __init__(self, loaded: LoadedModel, name: str, policy: str = DEFAULT) -> None:
         """Raises ``UsageError`` for an unknown policy."""
@@ -167,8 +163,7 @@ class Cached(StepContestant):
         self.lossy = self._policy.tolerance
         self._specs = specs_for(loaded.model)
         self._filled_ids: list[int] = []
-        self._filled = self._policy.make(self._specs)
-        self._cache = self._filled
+        self._filled = self.cache = self._policy.make(self._specs)
 
     def fill(self, prefix: list[int], capacity: int) -> None:
         """Forward the prefix into a cache that runs fork; a longer one continues a shorter."""
@@ -183,32 +178,12 @@ class Cached(StepContestant):
 
     def begin(self, ids: list[int], forced: list[int] | None) -> None:
         """A fork of the filled cache."""
-        self._cache = self._filled.fork()
-        self.decoder = Decoder(self.forward, ids, ForcedSampler(forced), self._cache)
+        self.cache = self._filled.fork()
+        self.decoder = Decoder(self.forward, ids, ForcedSampler(forced), self.cache)
 
     def ready(self) -> None:
         """As the decoder's."""
         self.decoder.ready()
-
-    @property
-    def cache(self) -> KVCache:
-        """The current run's."""
-        return self._cache
-
-    @property
-    def pending(self) -> int:
-        """What the cache does not hold."""
-        return len(self.decoder.ids) - self._cache.position
-
-    @property
-    def bytes_used(self) -> int:
-        """The cache's own count."""
-        return self._cache.bytes_used
-
-    @property
-    def bytes_allocated(self) -> int:
-        """The cache's own count."""
-        return self._cache.bytes_allocated
 
 
 class Compiled(Cached):
@@ -218,7 +193,7 @@ class Compiled(Cached):
         """Raises ``ModelError`` for a model whose step cannot be compiled."""
         super().__init__(loaded, name)
         self._policy = in_blocks(self._policy, BLOCK)
-        self._filled = self._cache = self._policy.make(self._specs)
+        self._filled = self.cache = self._policy.make(self._specs)
         try:
             self.forward, self.facts.compilation = compiled_forward(loaded, self._specs, progress)
         except CannotCompileError as reason:

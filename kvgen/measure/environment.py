@@ -7,7 +7,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import kvgen
 from kvgen.machine import cpu_name, load_average, usable_cores
@@ -15,6 +15,7 @@ from kvgen.measure.records import Environment
 
 if TYPE_CHECKING:
     from kvgen.engine.forward import Forward
+    from kvgen.models import LoadedModel
 
 
 def busy(where: Environment) -> str | None:
@@ -49,8 +50,10 @@ def _git(root: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def environment(forward: Forward, device: Any, dtype: str, bandwidth: float | None) -> Environment:
-    """The environment of a run through ``forward``; ``bandwidth`` in bytes per second."""
+def environment(
+    forward: Forward, loaded: LoadedModel, bandwidth: float | None = None
+) -> Environment:
+    """Of a run of ``loaded`` through ``forward``; ``bandwidth`` in bytes per second."""
     import torch
 
     return Environment(
@@ -64,8 +67,8 @@ def environment(forward: Forward, device: Any, dtype: str, bandwidth: float | No
         cores=usable_cores(),
         threads=torch.get_num_threads(),
         load_average=load_average(),
-        device=str(device),
-        dtype=dtype,
+        device=str(loaded.device),
+        dtype=loaded.dtype_name,
         attention=forward.attention,
         products=dict(forward.products),
         bandwidth_bytes_per_s=bandwidth,

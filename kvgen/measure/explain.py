@@ -74,7 +74,6 @@ class ExplanationRun:
         self._forward = Forward(loaded.model, "model")
         self._weights = WeightReads(loaded.model)
         self._cache = WatchedCache(KVCache(self._specs))
-        self._dtype = str(loaded.dtype).removeprefix("torch.")
         self._layer = _chosen_layer(options.layer, self._specs)
         self._rows: list[Tensor] = []
 
@@ -90,7 +89,7 @@ class ExplanationRun:
                 if len(record.stages) < self._options.max_new_tokens:
                     record.notes.append("the model ended its text here")
                 break
-        record.tolerance = tolerance(self._dtype, largest)
+        record.tolerance = tolerance(self._loaded.dtype_name, largest)
         record.tokens = self._tokens()
         _lengthen(record)
         record.training = self._training(record.tolerance)
@@ -121,7 +120,7 @@ class ExplanationRun:
         itemsize = loaded.dtype.itemsize
         return Explanation(
             model=model_facts(loaded, self._weights.total, self._cache.kv),
-            environment=environment(self._forward, loaded.device, self._dtype, bandwidth),
+            environment=environment(self._forward, loaded, bandwidth),
             prompt=self._options.prompt,
             prompt_tokens=self._prompt,
             layer=self._layer,

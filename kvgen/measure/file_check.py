@@ -12,7 +12,14 @@ from kvgen.cache.saving import load_cache, open_for
 from kvgen.engine.forward import Forward
 from kvgen.engine.prompt import check_known
 from kvgen.measure.records import Check
-from kvgen.measure.verdict import compare_step, judge, largest_logit, lossy_tolerance, tolerance
+from kvgen.measure.verdict import (
+    compare_step,
+    first_rescaled,
+    judge,
+    largest_logit,
+    lossy_tolerance,
+    tolerance,
+)
 from kvgen.models import LoadedModel
 
 _PIECE = 512  # tokens of one forward
@@ -61,20 +68,19 @@ def check_file(path: Path, loaded: LoadedModel, policy_text: str) -> FileCheck:
     stored, computed = policy.make(specs), policy.make(specs)
     load_cache(file, stored, loaded.device)
     ids = file.ids
-    check_known(ids, loaded.model.get_input_embeddings().weight.shape[0])
+    check_known(ids, loaded.vocabulary)
     forward.extend(ids, TransformersCache(computed), _PIECE)
-    dtype = str(loaded.dtype).removeprefix("torch.")
+    dtype = loaded.dtype_name
     numbers = _largest_difference(stored, computed, dtype) if policy.exact else None
 
     # Any token will do to ask the cache for a prediction; the first is certainly a known one.
     logits = forward.cached(ids[:1], TransformersCache(stored))
     reference = forward.uncached([*ids, ids[0]])
     largest = largest_logit(reference)
-    change = loaded.rotary_change
     check = judge(
         [compare_step(0, logits, reference)],
         tolerance(dtype, largest),
-        0 if change is not None and len(ids) >= change else None,
+        first_rescaled(loaded.rotary_change, len(ids) + 1),
         lossy_tolerance(policy.tolerance, largest),
     )
     return FileCheck(str(path), len(ids), numbers, check)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
-from kvgen.cache.policies import find_policy
+from kvgen.cache.policies import DEFAULT, find_policy
 from kvgen.cache.policy import Policy
 from kvgen.cache.settings import Settings
 from kvgen.cache.spec import LayerSpec, total_bytes
@@ -39,7 +39,7 @@ def find_storage(name: str, itemsize: int, cache: str | None) -> Storage:
     Raises ``UsageError`` for an unknown name, and for two storages at once.
     """
     if name in ITEMSIZES:
-        return Storage(name, ITEMSIZES[name], find_policy(cache or "step"))
+        return Storage(name, ITEMSIZES[name], find_policy(cache or DEFAULT))
     if name not in QUANTIZED:
         known = ", ".join((*ITEMSIZES, *QUANTIZED))
         raise UsageError(f"--kv-dtype has no {name!r}; choose from {known}")
@@ -94,7 +94,7 @@ class Fitter:
     def longest(self, storage: Storage, limit: int | None) -> Fit:
         """The longest context of one sequence."""
         most = limit or _MOST_TOKENS
-        tokens = _last(lambda n: self.fits(n, 1, storage), most)
+        tokens = largest(lambda n: self.fits(n, 1, storage), most)
         return Fit(
             kv_dtype=storage.name,
             longest_context=tokens,
@@ -105,7 +105,7 @@ class Fitter:
 
     def largest_batch(self, context: int, storage: Storage) -> int:
         """The most sequences of ``context`` tokens each."""
-        return _last(lambda batch: self.fits(context, batch, storage), _MOST_TOKENS)
+        return largest(lambda batch: self.fits(context, batch, storage), _MOST_TOKENS)
 
     def fits(self, tokens: int, batch: int, storage: Storage) -> bool:
         """Whether the cache and the working memory do."""
@@ -118,7 +118,7 @@ class Fitter:
         return working_bytes(self._fields, self._specs, tokens, chunk, self._itemsize) * batch
 
 
-def _last(holds: Callable[[int], bool], most: int) -> int:
+def largest(holds: Callable[[int], bool], most: int) -> int:
     """The largest n up to ``most`` for which ``holds(n)``, which holds up to some n; 0 if none."""
     low, high = 0, 1
     while high < most and holds(high):

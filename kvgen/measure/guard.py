@@ -1,7 +1,7 @@
 """Held against free memory before anything is loaded or grown: refuse rather than be killed.
 
 An operating system often ends a process that asks for too much without a word. The prediction of
-weights and cache is exact, that of working memory an estimate. Imports torch for a CUDA device.
+weights and cache is exact, that of working memory an estimate. Imports torch to know the devices.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvgen.cache.policy import Policy
 from kvgen.cache.raw_config import decoder_settings
-from kvgen.cache.settings import Settings
+from kvgen.cache.settings import POSITIONS, Settings
 from kvgen.cache.shapes import specs_from_config
 from kvgen.cache.shares import share_of
 from kvgen.cache.spec import LayerSpec
+from kvgen.cache.stepwise import Step
 from kvgen.errors import InputError, KvgenError
 from kvgen.measure.architecture import Architecture, read_architecture
 from kvgen.measure.fit import ITEMSIZES, Fitter, Storage, kv_bytes
 from kvgen.measure.size import expands_latent
+from kvgen.models.device import choose_device
 from kvgen.models.ranks import current
-from kvgen.models.types import LoadOptions
+from kvgen.models.types import LoadedModel, LoadOptions
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -74,12 +75,14 @@ def check_heads(options: LoadOptions) -> None:
     share_of(specs, fields, ranks.size)
 
 
-def check_before_loading(options: LoadOptions, device: str, demand: Demand) -> None:
-    """Weights and cache against what is free. Raises ``InputError`` with the numbers.
+def check_before_loading(options: LoadOptions, demand: Demand) -> None:
+    """Weights and cache against what is free. Raises ``InputError`` with the numbers, and
+    ``UsageError`` for a device that is not there.
 
     What cannot be predicted is not refused: loading will tell. Nor is what is spread over devices,
     for each of which only as much is chosen as fits.
     """
+    device = str(choose_device(options.device))
     if options.spread == "auto":
         return
     free = _free_for_this_rank(device)
@@ -99,13 +102,11 @@ def check_before_loading(options: LoadOptions, device: str, demand: Demand) -> N
     _check(fields, specs, itemsize, weights, free, demand)
 
 
-def check_before_growing(
-    config: Any, specs: Sequence[LayerSpec], itemsize: int, device: str, demand: Demand
-) -> None:
+def check_before_growing(loaded: LoadedModel, specs: Sequence[LayerSpec], demand: Demand) -> None:
     """The cache of a loaded model against what is free now. Raises ``InputError``."""
-    free = _free_for_this_rank(device)
+    free = _free_for_this_rank(str(loaded.device))
     if free is not None and all(spec.states is not None for spec in specs):
-        _check(Settings(config), specs, itemsize, 0, free, demand)
+        _check(Settings(loaded.config), specs, loaded.dtype.itemsize, 0, free, demand)
 
 
 def _described(options: LoadOptions) -> tuple[Settings, list[LayerSpec], Architecture]:
@@ -137,11 +138,11 @@ def _check(
     free: int,
     demand: Demand,
 ) -> None:
-    limit = fields.integer("max_position_embeddings", "n_positions", "max_seq_len")
+    limit = fields.integer(*POSITIONS)
     if limit is not None and demand.tokens > limit:
         return  # too long for the model itself, which is refused with that number
     stored: Sequence[LayerSpec] = specs if demand.policy is not None else ()
-    storage = Storage("cache", itemsize, demand.policy or _plain())
+    storage = Storage("cache", itemsize, demand.policy or Step())
     fitter = Fitter(free - weights, fields, stored, itemsize, demand.chunk)
     try:
         one = kv_bytes(stored, demand.tokens, storage)
@@ -172,12 +173,6 @@ def _check(
 
 def _text(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
-
-
-def _plain() -> Policy:
-    from kvgen.cache.stepwise import Step
-
-    return Step()
 
 
 def _allowed_by_container() -> int | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvgen.cache.layers import Layer
-from kvgen.cache.policy import PairSlots
+from kvgen.cache.slots import storage_bytes
 from kvgen.cache.spec import LayerSpec
 from kvgen.measure.explanation import Cell, LayerFacts, LayerState, Stored
 
@@ -57,36 +57,31 @@ class Before:
 
 def before(layer: Layer) -> Before:
     """Take note of a layer. Copies its pairs, so that what is compared later is what was there."""
-    slots = _slots(layer)
-    end = slots[0].length if slots else 0
-    start = end - slots[0].held if slots else 0
-    views = [view.clone() for part in slots for view in part.views]
+    start, end = _span(layer)
+    views = [view.clone() for view in _views(layer)]
     return Before(start, end, views, _digest(_states(layer)))
 
 
 def after(index: int, layer: Layer, was: Before) -> LayerState:
     """The layer after a stage, its earlier pairs held against what they were."""
-    slots = _slots(layer)
-    end = slots[0].length if slots else 0
-    start = end - slots[0].held if slots else 0
+    start, end = _span(layer)
     earlier = max(0, was.end - max(start, was.start))
     sha_before, sha_after, unchanged = was.states, _digest(_states(layer)), None
-    if slots and earlier:
+    if earlier:
         first = was.end - earlier
         then = [view[:, :, first - was.start :] for view in was.pairs]
-        views = [view for part in slots for view in part.views]
-        now = [view[:, :, first - start : was.end - start] for view in views]
+        now = [view[:, :, first - start : was.end - start] for view in _views(layer)]
         sha_before, sha_after = _digest(then), _digest(now)
         unchanged = sha_before == sha_after
-    storages = {b.untyped_storage().data_ptr(): b.untyped_storage() for b in layer.buffers()}
+    buffers = layer.pairs.buffers() if layer.pairs is not None else ()
     return LayerState(
         index=index,
         stored=_stored(layer),
-        first_position=start if slots else None,
-        end_position=end if slots else None,
-        slots=max((buffer.shape[2] for part in slots for buffer in part.buffers()), default=0),
+        first_position=start if layer.pairs is not None else None,
+        end_position=end if layer.pairs is not None else None,
+        slots=max((buffer.shape[2] for buffer in buffers), default=0),
         bytes_used=layer.bytes_used,
-        bytes_allocated=sum(storage.nbytes() for storage in storages.values()),
+        bytes_allocated=storage_bytes(layer.buffers()),
         earlier=earlier,
         sha256_before=sha_before,
         sha256_after=sha_after,
@@ -122,8 +117,14 @@ def _fed(count: int, ahead: int) -> list[Cell]:
     return row
 
 
-def _slots(layer: Layer) -> list[PairSlots]:
-    return [layer.pairs] if layer.pairs is not None else []
+def _span(layer: Layer) -> tuple[int, int]:
+    """Positions of the pairs held, from the first to one past the last; empty without pairs."""
+    pairs = layer.pairs
+    return (pairs.length - pairs.held, pairs.length) if pairs is not None else (0, 0)
+
+
+def _views(layer: Layer) -> tuple[Tensor, ...]:
+    return layer.pairs.views if layer.pairs is not None else ()
 
 
 def _states(layer: Layer) -> Sequence[Tensor]:
@@ -132,8 +133,7 @@ def _states(layer: Layer) -> Sequence[Tensor]:
 
 def _stored(layer: Layer) -> list[Stored]:
     names = ("keys",) if layer.spec.value_dim == 0 else ("keys", "values")
-    views = layer.pairs.views if layer.pairs is not None else ()
-    stored = [Stored(n, list(v.shape)) for n, v in zip(names, views, strict=False)]
+    stored = [Stored(n, list(v.shape)) for n, v in zip(names, _views(layer), strict=False)]
     index = layer.index.views if layer.index is not None else ()
     stored += [Stored("index", list(view.shape)) for view in index]
     stored += [Stored("state", list(state.shape)) for state in _states(layer)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvgen.cache.raw_config import decoder_settings
-from kvgen.cache.settings import Settings
+from kvgen.cache.settings import HIDDEN, POSITIONS, QUERY_HEADS, Settings
 from kvgen.cache.shapes import specs_from_config
 from kvgen.cache.spec import CONV, HYBRID, LINEAR, NOTHING, LayerSpec
 from kvgen.errors import ModelError
@@ -20,12 +20,12 @@ def estimate_parameters(config: dict[str, Any]) -> int | None:
     try:
         fields = Settings(decoder_settings(config))
         specs = specs_from_config(config)
-        hidden = fields.count("hidden_size", "n_embd", "d_model")
+        hidden = fields.count(*HIDDEN)
         vocabulary = fields.count("vocab_size") * hidden
         tied = fields.get("tie_word_embeddings")
         total = vocabulary * (1 if tied else 2)
         if fields.get("model_type") in ("gpt2", "opt"):  # positions are learned
-            total += fields.count("n_positions", "max_position_embeddings") * hidden
+            total += fields.count(*POSITIONS) * hidden
         for index, spec in enumerate(specs):
             mixer = _mixer(fields, spec, hidden)
             if mixer is None:
@@ -49,7 +49,7 @@ def _mixer(fields: Settings, spec: LayerSpec, hidden: int) -> int | None:
 
 
 def _attention(fields: Settings, spec: LayerSpec, hidden: int) -> int:
-    heads = fields.count("num_attention_heads", "n_head", "num_heads", "n_heads")
+    heads = fields.count(*QUERY_HEADS)
     latent = fields.integer("kv_lora_rank")
     if latent:
         content, rotary = fields.count("qk_nope_head_dim"), fields.count("qk_rope_head_dim")

@@ -173,7 +173,7 @@ class Environment:
     platform: str
     cpu: str
     cores: int
-    """Processors the system has."""
+    """Processors that this process may run on."""
     threads: int
     load_average: float | None
     """Processes waiting to run over the last minute, where the system tells."""

@@ -50,29 +50,21 @@ class _RivalDecoder:
 class _RivalMemory(Contestant):
     """What the contestants with one of the library's caches share."""
 
+    cache: RivalCache
+
     def __init__(self, loaded: LoadedModel, kind: Kind, name: str, description: str) -> None:
         super().__init__(loaded, kind, name, description)
-        self._filled = self._cache = RivalCache.growing(loaded.config)
+        self._filled = self.cache = RivalCache.growing(loaded.config)
 
     def fill(self, prefix: list[int], capacity: int) -> None:
         """Forward the prefix into a cache that runs copy."""
-        self._filled = self._cache = self._empty(capacity)
+        self._filled = self.cache = self._empty(capacity)
         if prefix:
             self.forward.after(prefix, self._filled.raw, 0)
             self._filled.advance(len(prefix))
 
     def _empty(self, capacity: int) -> RivalCache:
         return RivalCache.growing(self.loaded.config)
-
-    @property
-    def bytes_used(self) -> int:
-        """Counted on the library's tensors."""
-        return self._cache.bytes_used
-
-    @property
-    def bytes_allocated(self) -> int:
-        """Counted on the library's tensors."""
-        return self._cache.bytes_allocated
 
 
 class LibraryCache(_RivalMemory, StepContestant):
@@ -83,14 +75,9 @@ class LibraryCache(_RivalMemory, StepContestant):
 
     def begin(self, ids: list[int], forced: list[int] | None) -> None:
         """A copy of the filled cache."""
-        self._cache = self._filled.fork()
+        self.cache = self._filled.fork()
         sampler = ForcedSampler(forced)
-        self.decoder = _RivalDecoder(self.forward, ids, sampler, self._cache)
-
-    @property
-    def pending(self) -> int:
-        """What the cache does not hold."""
-        return len(self.decoder.ids) - self._cache.position
+        self.decoder = _RivalDecoder(self.forward, ids, sampler, self.cache)
 
 
 class LibraryStaticCache(LibraryCache):
@@ -113,7 +100,7 @@ class LibraryGenerate(_RivalMemory):
 
     def begin(self, ids: list[int], forced: list[int] | None) -> None:
         """A copy of the filled cache, which generate() finds holds the beginning of ``ids``."""
-        self._cache = self._filled.fork()
+        self.cache = self._filled.fork()
         self._ids, self._forced = list(ids), forced
 
     def steps(self, count: int, clock: Clock) -> Iterator[TimedStep]:
@@ -135,11 +122,11 @@ class LibraryGenerate(_RivalMemory):
                 generation_config=settings,
                 logits_processor=[watch],
                 streamer=watch,
-                **{cache_argument(model): self._cache.raw},
+                **{cache_argument(model): self.cache.raw},
             )
         chosen = output[0, len(self._ids) :].tolist()
-        forwarded = [len(self._ids) - self._cache.position] + [1] * (count - 1)
-        self._cache.advance(sum(forwarded))
+        forwarded = [len(self._ids) - self.cache.position] + [1] * (count - 1)
+        self.cache.advance(sum(forwarded))
         for step, end in enumerate(watch.times):
             yield TimedStep(end - begin, watch.logits[step], chosen[step], forwarded[step])
             begin = end

@@ -4,21 +4,21 @@ reads. A decode step cannot be faster than reading every weight and every stored
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from kvgen.machine import cpu_name, is_busy
+from kvgen.measure.clock import DeviceClock
 from kvgen.models.packed import weights
 from kvgen.models.ranks import local, shared
-from kvgen.storage import make_private, write_atomically
+from kvgen.storage import recall, remember
 
 _PROBE_BYTES = 512 * 1024 * 1024
 _PROBE_READS = 5
+_FILE = "bandwidth.json"
 
 
 class WeightReads:
@@ -81,47 +81,30 @@ def measured_bandwidth(device: Any, threads: int, folder: Path | None) -> float 
 
 def _measured_bandwidth(device: Any, threads: int, folder: Path | None) -> float | None:
     key = f"{_device_name(device)}, {threads} threads, torch {torch.__version__}"
-    remembered = _remembered(folder)
-    if key in remembered:
-        return remembered[key]
+    remembered = {} if folder is None else recall(folder / _FILE)
+    if _is_speed(known := remembered.get(key)):
+        return known
     try:
         found = _probe(device)
     except RuntimeError:  # out of memory, on any device
         return None
     if folder is not None and not is_busy():
-        remembered[key] = found
-        try:
-            make_private(folder)
-            write_atomically(folder / "bandwidth.json", json.dumps(remembered, indent=1))
-        except OSError:
-            pass  # measured again next time
+        remember(folder / _FILE, remembered | {key: found})
     return found
 
 
 def _probe(device: Any) -> float:
     """The best of several reads: others' load can only make a read slower."""
     block = torch.ones(_PROBE_BYTES // 4, device=device)
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
-    best = float("inf")
+    clock, best = DeviceClock(device), float("inf")
     for _ in range(_PROBE_READS):
-        begin = time.perf_counter()
+        begin = clock.now()
         block.sum().item()
-        wait()
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, clock.now() - begin)
     return _PROBE_BYTES / best
 
 
-def _remembered(folder: Path | None) -> dict[str, float]:
-    if folder is None:
-        return {}
-    try:
-        found = json.loads((folder / "bandwidth.json").read_text("utf-8"))
-        return {key: value for key, value in found.items() if _is_speed(value)}
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return {}
-
-
-def _is_speed(value: object) -> bool:
+def _is_speed(value: object) -> TypeGuard[float]:
     return isinstance(value, float) and 0 < value < float("inf")
 
 

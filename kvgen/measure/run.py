@@ -27,6 +27,7 @@ from kvgen.measure.prompt_cache import PromptCache
 from kvgen.measure.recompute import KeptLogits, fill_in, recompute
 from kvgen.measure.records import Generation, Kept, Reuse, Step, Totals
 from kvgen.measure.roofline import WeightReads, measured_bandwidth
+from kvgen.measure.verdict import first_rescaled
 from kvgen.measure.warmup import warm_up
 from kvgen.models import LoadedModel
 from kvgen.models.types import ProgressCallback, no_progress
@@ -87,12 +88,11 @@ class GenerationRun:
         self._loaded = loaded
         self._options = options
         self._clock = clock or clock_for(loaded.device)
-        self._dtype = str(loaded.dtype).removeprefix("torch.")
         begin = self._clock.now()
         given = (options.prompt, options.chat, options.system, options.parse_special)
         ids = encode(loaded.tokenizer, *given)
         self._tokenize_s = self._clock.now() - begin
-        check_known(ids, loaded.model.get_input_embeddings().weight.shape[0])
+        check_known(ids, loaded.vocabulary)
         room = check_fits(len(ids), options.max_new_tokens, loaded.context_limit)
         wanted = options.max_new_tokens or min(DEFAULT_NEW_TOKENS, room or DEFAULT_NEW_TOKENS)
 
@@ -123,9 +123,7 @@ class GenerationRun:
             )
             reuse = self._file.take(ids, options.chat)
         if not options.force and not is_spread(loaded.model):
-            demand = Demand(tokens, policy, chunk or reuse.computed)
-            itemsize = loaded.dtype.itemsize
-            check_before_growing(loaded.config, specs, itemsize, str(loaded.device), demand)
+            check_before_growing(loaded, specs, Demand(tokens, policy, chunk or reuse.computed))
         sampler = Sampler(options.sampling)
         snapshot = self._file is not None and self._file.wants_snapshot(tokens)
         self._decoder = Decoder(self._forward, ids, sampler, self._cache, chunk, snapshot)
@@ -138,7 +136,7 @@ class GenerationRun:
             warm_up(loaded, self._forward, ids, policy.make(specs) if policy else None)
         self.record = Generation(
             model=model_facts(loaded, self._weights.total, self._cache),
-            environment=environment(self._forward, loaded.device, self._dtype, bandwidth),
+            environment=environment(self._forward, loaded, bandwidth),
             cached=options.cached,
             cache=options.cache if options.cached else None,
             prompt=options.prompt,
@@ -268,10 +266,10 @@ class GenerationRun:
             record.prompt_tokens,
             self._kept.by_step(),
             self._clock,
-            self._dtype,
+            self._loaded.dtype_name,
             budget_s=max(_LEAST_BUDGET_S, took) if mode == "sampled" else None,
             at_most=_HANDFUL if mode == "sampled" else None,
-            rescaled_from=self._rescaled_from(),
+            rescaled_from=first_rescaled(self._loaded.rotary_change, record.prompt_tokens),
             lossy=self._cache.policy.tolerance if self._cache else None,
         )
         fill_in(record.steps, found.measured_s)
@@ -283,11 +281,6 @@ class GenerationRun:
             )
         if found.out_of_time:
             record.notes.append("recomputing stopped at its time budget; --recompute all has none")
-
-    def _rescaled_from(self) -> int | None:
-        """The first step whose prefix is longer than the model's first rotary base reaches."""
-        change = self._loaded.rotary_change
-        return None if change is None else max(0, change + 1 - self.record.prompt_tokens)
 
     def _totals(self) -> Totals:
         steps = self.record.steps

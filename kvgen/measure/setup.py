@@ -125,7 +125,7 @@ def prepare(
     empty = KVCache(specs_for(loaded.model))
     record = Comparison(
         model=model_facts(loaded, reference.weights.total, empty),
-        environment=environment(reference.forward, loaded.device, reference.facts.dtype, bandwidth),
+        environment=environment(reference.forward, loaded, bandwidth),
         random_weights=loaded.source.kind == "random weights",
         prompt=options.prompt or "",
         prompt_source=source,

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvgen.cache.policies import DEFAULT
 from kvgen.cache.policy import Policy
 from kvgen.cache.quantized import Quantized
 from kvgen.cache.raw_config import decoder_settings
-from kvgen.cache.settings import Settings
+from kvgen.cache.settings import POSITIONS, Settings
 from kvgen.cache.shapes import specs_from_config
 from kvgen.cache.shares import share_of
 from kvgen.cache.spec import NOTHING, LayerSpec
@@ -57,8 +58,8 @@ def size_of(architecture: Architecture, options: SizeOptions) -> Size:
         model=architecture.name,
         model_type=str(fields.get("model_type")),
         dtype=architecture.dtype,
-        cache=options.cache or "step",
-        context_limit=fields.integer("max_position_embeddings", "n_positions", "max_seq_len"),
+        cache=options.cache or DEFAULT,
+        context_limit=fields.integer(*POSITIONS),
         weight_bytes=_weight_share(architecture, options.ranks),
         weight_source=architecture.weight_source,
         groups=list(_groups(specs, first)),

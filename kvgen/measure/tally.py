@@ -89,21 +89,31 @@ def against_reference(results: list[Result], first_position: int) -> None:
         other.break_even_position = None if step is None else first_position + step
 
 
+def decode_steps(comparison: Comparison, contestant: str) -> tuple[list[int], list[float]]:
+    """Positions and median latencies of a contestant's decode steps, over all rows."""
+    positions: list[int] = []
+    seconds: list[float] = []
+    for row in comparison.rows:
+        first = row.depth + row.prompt_tokens
+        for item in row.results:
+            if item.contestant == contestant:
+                positions += [first + step for step in range(1, len(item.step_s))]
+                seconds += item.step_s[1:]
+    return positions, seconds
+
+
 def fits(comparison: Comparison) -> list[CostFit]:
     """How every contestant's step grows with the tokens before it, over all rows."""
     bandwidth = comparison.environment.bandwidth_bytes_per_s
     found = []
     for facts in comparison.contestants:
-        xs: list[float] = []
-        ys: list[float] = []
-        held: list[tuple[int, int]] = []
-        for row in comparison.rows:
-            before = row.depth + row.prompt_tokens
-            for item in row.results:
-                if item.contestant == facts.name:
-                    xs += [before + step for step in range(1, len(item.step_s))]
-                    ys += item.step_s[1:]
-                    held.append((before + max(0, len(item.step_s) - 1), item.kv_bytes_peak))
+        xs, ys = decode_steps(comparison, facts.name)
+        held = [
+            (row.depth + row.prompt_tokens + max(0, len(item.step_s) - 1), item.kv_bytes_peak)
+            for row in comparison.rows
+            for item in row.results
+            if item.contestant == facts.name
+        ]
         per_token = None if facts.kind == "no-cache" else _bytes_per_token(held)
         floor = per_token / bandwidth if per_token is not None and bandwidth else None
         found.append(CostFit(facts.name, fit_line(xs, ys), per_token, floor))

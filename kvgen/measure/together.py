@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from kvgen.cache.adapter import TransformersCache, continues_prefill
-from kvgen.cache.manager import KVCache
 from kvgen.cache.policy import Policy
 from kvgen.cache.quirks import takes_padding
 from kvgen.cache.rows import stack, why_alone
@@ -57,8 +56,7 @@ def why_not_together(
     together = forward.rows(newest, padding, both)[:, -1]
     pairs = zip(newest, caches, strict=True)
     alone = torch.stack([forward.cached(token, cache) for token, cache in pairs])
-    dtype = str(loaded.dtype).removeprefix("torch.")
-    if float((together - alone).abs().max()) <= tolerance(dtype, largest_logit(alone)):
+    if float((together - alone).abs().max()) <= tolerance(loaded.dtype_name, largest_logit(alone)):
         return None
     return f"{model_type} predicts otherwise for a row that is padded"
 
@@ -76,6 +74,6 @@ def _rescaled(loaded: LoadedModel, longest: int) -> str | None:
 def _holding(
     forward: Forward, specs: list[LayerSpec], policy: Policy, ids: list[int]
 ) -> TransformersCache:
-    cache = TransformersCache(KVCache(specs, policy=policy))
+    cache = TransformersCache(policy.make(specs))
     forward.cached(ids, cache)
     return cache

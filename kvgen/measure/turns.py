@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvgen.cache.policies import find_policy
 from kvgen.engine.conversation import Conversation, Plan
 from kvgen.engine.reply import Reply
 from kvgen.measure.clock import Clock, DeviceClock
@@ -169,6 +168,5 @@ class MeasuredConversation:
         if talk.options.force:
             return
         more = plan.receipt.computed + plan.new_tokens - 1
-        demand = Demand(more, find_policy(talk.options.cache), min(plan.receipt.computed, 512))
-        itemsize, device = talk.loaded.dtype.itemsize, str(talk.loaded.device)
-        check_before_growing(talk.loaded.config, talk.cache.specs, itemsize, device, demand)
+        demand = Demand(more, talk.cache.policy, min(plan.receipt.computed, 512))
+        check_before_growing(talk.loaded, talk.cache.specs, demand)

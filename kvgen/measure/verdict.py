@@ -45,6 +45,13 @@ def compare_step(index: int, logits: Tensor, reference: Tensor) -> CheckedStep:
     )
 
 
+def first_rescaled(rotary_change: int | None, tokens: int) -> int | None:
+    """The first step whose prefix is longer than a model's first rotary base reaches, where the
+    prefix of step 0 has ``tokens`` tokens; ``None`` for a model with one base.
+    """
+    return None if rotary_change is None else max(0, rotary_change + 1 - tokens)
+
+
 def judge(
     steps: list[CheckedStep],
     limit: float,

@@ -58,7 +58,6 @@ class VerificationRun:
     def __init__(self, loaded: LoadedModel, quick: bool) -> None:
         """Forwards the reference. Raises ``ModelError`` for a model that the cache cannot serve."""
         cache = KVCache(specs_for(loaded.model))
-        dtype = str(loaded.dtype).removeprefix("torch.")
         limit = loaded.context_limit or _LONGEST[quick]
         vocabulary = int(loaded.config.vocab_size)
         ids = _ids(loaded, min(_LENGTHS[quick], limit))
@@ -71,7 +70,7 @@ class VerificationRun:
         )
         self.record = Verification(
             model=model_facts(loaded, WeightReads(loaded.model).total, cache),
-            environment=environment(self._verifier.forward, loaded.device, dtype, None),
+            environment=environment(self._verifier.forward, loaded),
             quick=quick,
             tokens=len(ids),
             tolerance=self._verifier.limit,

@@ -26,7 +26,7 @@ def warm_up(
         return
     logits = forward.uncached(decoder.ids[:-1])
     largest = largest_logit(logits)
-    limit = tolerance(str(loaded.dtype).removeprefix("torch."), largest)
+    limit = tolerance(loaded.dtype_name, largest)
     change = loaded.rotary_change
     rescaled_from = 0 if change is not None and len(decoder.ids) > change else None
     lossy = lossy_tolerance(cache.policy.tolerance, largest)

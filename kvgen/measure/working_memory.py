@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvgen.cache.settings import Settings
+from kvgen.cache.settings import HIDDEN, QUERY_HEADS, Settings
 from kvgen.cache.spec import LayerSpec
 
 
@@ -19,11 +19,11 @@ def working_bytes(
 ) -> int:
     """Bytes for a forward of ``chunk`` tokens that ends a sequence of ``tokens``."""
     fields = fields.of_layer(0)  # where layers differ, the whole configuration gives no number
-    hidden = fields.integer("hidden_size", "n_embd", "d_model") or 0
+    hidden = fields.integer(*HIDDEN) or 0
     width = _widest(fields.get("intermediate_size", "n_inner", "ffn_dim")) or 4 * hidden
     experts = fields.integer("num_experts_per_tok") or 0
     expert_width = (fields.integer("moe_intermediate_size") or width) * experts
-    heads = fields.integer("num_attention_heads", "n_head", "num_heads", "n_heads") or 1
+    heads = fields.integer(*QUERY_HEADS) or 1
     widest = max((spec.key_dim + spec.value_dim for spec in specs), default=0)
     # Residual, normed and new hidden states; gate, up and their product; queries and output.
     each = 3 * hidden + 3 * max(width, expert_width) + heads * widest

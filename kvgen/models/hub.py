@@ -7,6 +7,8 @@ tokenizer files and the safetensors that would be read; never pickles, never cod
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,20 +64,14 @@ def fetch_file(hub_id: str, file: str, options: LoadOptions) -> Path | None:
     # Not quiet_libraries: it would load transformers to silence it.
     utilities: Any = huggingface_hub.utils  # untyped exports
     utilities.disable_progress_bars()
-    with failing_as_model_error(hub_id), quiet_hub():
-        try:
-            # Of a single file the library would ask again and again where nobody answers.
-            folder = huggingface_hub.snapshot_download(
-                hub_id,
-                revision=options.revision,
-                allow_patterns=[file],
-                local_files_only=options.offline,
-            )
-        except Exception as error:
-            reason = _explain(error, options.revision, options.offline)
-            if reason is None:
-                raise
-            raise ModelError(f"{hub_id}: {reason}") from error
+    with _explaining(hub_id, options.revision, options.offline), quiet_hub():
+        # Of a single file the library would ask again and again where nobody answers.
+        folder = huggingface_hub.snapshot_download(
+            hub_id,
+            revision=options.revision,
+            allow_patterns=[file],
+            local_files_only=options.offline,
+        )
     path = Path(folder) / file
     return path if path.is_file() else None
 
@@ -89,22 +85,29 @@ def _snapshot(
 ) -> Path:
     import huggingface_hub
 
-    with failing_as_model_error(hub_id), quiet_libraries():
+    with _explaining(hub_id, revision, offline), quiet_libraries():
+        folder = huggingface_hub.snapshot_download(
+            hub_id,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=_SUBFOLDERS,
+            local_files_only=offline,
+            tqdm_class=_bar_class(f"downloading {hub_id}", progress),
+        )
+    return Path(folder)
+
+
+@contextmanager
+def _explaining(hub_id: str, revision: str | None, offline: bool) -> Iterator[None]:
+    """Turn a failure into ModelError with what it means for the user."""
+    with failing_as_model_error(hub_id):
         try:
-            folder = huggingface_hub.snapshot_download(
-                hub_id,
-                revision=revision,
-                allow_patterns=patterns,
-                ignore_patterns=_SUBFOLDERS,
-                local_files_only=offline,
-                tqdm_class=_bar_class(f"downloading {hub_id}", progress),
-            )
+            yield
         except Exception as error:
             reason = _explain(error, revision, offline)
             if reason is None:
                 raise
             raise ModelError(f"{hub_id}: {reason}") from error
-    return Path(folder)
 
 
 def _explain(error: Exception, revision: str | None, offline: bool) -> str | None:

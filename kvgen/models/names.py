@@ -30,7 +30,7 @@ def resolve(options: LoadOptions, progress: ProgressCallback | None = None) -> M
     name = options.model
     if not name.strip():
         raise UsageError("the model name is empty; give a folder, a .gguf file or a Hub id")
-    path = _existing(name)
+    path = existing(name)
     if path is None:
         return _resolve_hub(name, options, report)
     if options.revision is not None:
@@ -90,7 +90,7 @@ def _resolve_hub(name: str, options: LoadOptions, progress: ProgressCallback) ->
     return ModelSource(name, "hub", folder, revision=commit)
 
 
-def _existing(name: str) -> Path | None:
+def existing(name: str) -> Path | None:
     """The path called ``name``, if there is one."""
     try:
         path = Path(name).expanduser()

@@ -10,7 +10,6 @@ the fastest is remembered. Imports torch inside the functions.
 from __future__ import annotations
 
 import inspect
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvgen.machine import cpu_name, is_busy
-from kvgen.storage import make_private, write_atomically
+from kvgen.storage import recall, remember
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,8 +69,8 @@ def choose_products(model: Any, folder: Path | None) -> dict[str, str]:
         return {}
     shapes = _by_shape(model)
     machine = f"{cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    every = _remembered(folder)
-    known = every.setdefault(machine, {})
+    every = {} if folder is None else recall(folder / _FILE)
+    known = every[machine] if isinstance(every.get(machine), dict) else {}
     missing = [shape for shape in shapes if known.get(shape) not in (WHOLE, BLOCKS, PACKED)]
     # Reading the models' code takes a moment, and is not asked for where nothing may be packed.
     packs = missing or PACKED in map(known.get, shapes)
@@ -79,12 +78,7 @@ def choose_products(model: Any, folder: Path | None) -> dict[str, str]:
     with torch.no_grad():
         found = {shape: _fastest(shapes[shape], alone) for shape in missing}
     if found and folder is not None and not is_busy():
-        known.update(found)
-        try:
-            make_private(folder)
-            write_atomically(folder / _FILE, json.dumps(every, indent=1))
-        except OSError:
-            pass  # timed again next time
+        remember(folder / _FILE, every | {machine: known | found})
     chosen = {shape: found.get(shape) or known[shape] for shape in shapes}
     for shape, layers in shapes.items():
         if chosen[shape] == PACKED:
@@ -204,13 +198,3 @@ def _product(
     columns = rows.as_strided((blocks, inputs, 1), (0, 1, inputs))
     product = bmm(matrices, columns).view(*rows.shape[:-1], blocks * part)
     return product if bias is None else product + bias
-
-
-def _remembered(folder: Path | None) -> dict[str, dict[str, str]]:
-    if folder is None:
-        return {}
-    try:
-        found = json.loads((folder / _FILE).read_text("utf-8"))
-        return {machine: dict(shapes) for machine, shapes in found.items()}
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
-        return {}

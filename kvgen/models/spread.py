@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvgen.errors import ModelError, UsageError
 from kvgen.models.ranks import current
-from kvgen.models.types import LoadOptions
+from kvgen.models.types import LoadOptions, Spread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -37,7 +37,7 @@ def check_spread(options: LoadOptions) -> None:
         )
 
 
-def spread_arguments(spread: str, config: PreTrainedConfig, name: str) -> dict[str, Any]:
+def spread_arguments(spread: Spread, config: PreTrainedConfig, name: str) -> dict[str, Any]:
     """What ``from_pretrained`` must be told. Raises ``ModelError`` for a model without a plan."""
     if spread == "none":
         return {}

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvgen.models.types import ProgressCallback, no_progress
-from kvgen.storage import cache_root, make_private, write_atomically
+from kvgen.storage import cache_root, make_private, recall, remember
 
 CONVERTER_VERSION = 1  # raise it when converted folders change, so that old ones are not used
 MANIFEST = "kvgen.json"
@@ -91,13 +91,13 @@ def content_hash(path: Path) -> str:
         return remembered
     stamp = _stamp(path)
     digest = _hash_file(path)
-    known = _read_index(_index())
-    _write_index(_index(), {**known, str(path.resolve()): {"stamp": stamp, "sha256": digest}})
+    entry = {"stamp": stamp, "sha256": digest}
+    remember(_index(), recall(_index()) | {str(path.resolve()): entry})
     return digest
 
 
 def _remembered_hash(path: Path) -> str | None:
-    entry = _read_index(_index()).get(str(path.resolve()))
+    entry = recall(_index()).get(str(path.resolve()))
     if isinstance(entry, dict) and entry.get("stamp") == _stamp(path):
         sha256 = entry.get("sha256")
         return str(sha256) if _is_hash(sha256) else None
@@ -188,20 +188,3 @@ def _hash_file(path: Path) -> str:
 
 def _is_hash(text: object) -> bool:
     return isinstance(text, str) and len(text) == 64 and set(text) <= set("0123456789abcdef")
-
-
-def _read_index(index: Path) -> dict[str, object]:
-    try:
-        known = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
-def _write_index(index: Path, known: dict[str, object]) -> None:
-    """Replace the index; losing it, or another process's entry, only costs a hash later."""
-    try:
-        make_private(index.parent)
-        write_atomically(index, json.dumps(known))
-    except OSError as error:
-        logger.debug("cannot write %s: %s", index, error)

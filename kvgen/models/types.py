@@ -15,6 +15,7 @@ ProgressCallback = Callable[[str, int, int], None]
 """Called with what is being done, how much is done and the total, in that work's own unit."""
 
 SourceKind = Literal["folder", "hub", "gguf", "random weights"]
+Spread = Literal["none", "tensor", "auto"]
 
 
 def no_progress(_what: str, _done: int, _total: int) -> None:
@@ -39,7 +40,7 @@ class LoadOptions:
     trust_remote_code: bool = False
     offline: bool = False
     load_format: Literal["auto", "dummy"] = "auto"
-    spread: Literal["none", "tensor", "auto"] = "none"
+    spread: Spread = "none"
     attention: str = "auto"
     tune: Literal["auto", "off"] = "auto"
 
@@ -93,3 +94,14 @@ class LoadedModel:
     rotary_change: int | None = None
     attention: str = "auto"
     products: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def dtype_name(self) -> str:
+        """Of weights and cache, such as ``float32``."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding table: the ids that the model knows, counted from 0."""
+        rows: int = self.model.get_input_embeddings().weight.shape[0]
+        return rows

@@ -13,7 +13,7 @@ SCHEMA = "kvgen.generate/1"
 
 
 def schema(name: str = "generate-1") -> dict[str, Any]:
-    """The JSON Schema of a document: of ``generation_document``, or ``compare-1``'s."""
+    """The JSON Schema in ``schemas/`` of this name."""
     text = files("kvgen.report").joinpath(f"schemas/{name}.json").read_text("utf-8")
     loaded: dict[str, Any] = json.loads(text)
     return loaded

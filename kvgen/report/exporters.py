@@ -11,6 +11,7 @@ from typing import Any
 
 from kvgen.errors import UsageError
 from kvgen.measure.comparison_records import Comparison
+from kvgen.measure.tally import decode_steps
 from kvgen.report.chart import Series, chart
 from kvgen.report.document import to_json
 from kvgen.report.rows import (
@@ -142,18 +143,8 @@ def exporter_for(path: Path) -> Exporter:
 
 def series(record: Comparison) -> list[Series]:
     """Median latency against position for every contestant, prefill left out."""
-    found = []
-    for facts in record.contestants:
-        positions: list[int] = []
-        seconds: list[float] = []
-        for row in record.rows:
-            first = row.depth + row.prompt_tokens
-            for item in row.results:
-                if item.contestant == facts.name:
-                    positions += [first + step for step in range(1, len(item.step_s))]
-                    seconds += item.step_s[1:]
-        found.append(Series(visible(facts.name), positions, seconds))
-    return found
+    names = [facts.name for facts in record.contestants]
+    return [Series(visible(name), *decode_steps(record, name)) for name in names]
 
 
 def remarks(record: Comparison) -> list[tuple[str, list[str]]]:
