@@ -35,6 +35,21 @@ def kept(cli: Cli, tiny_folder: Path, tmp_path: Path) -> Path:
     return path
 
 
+def test_a_pipe_is_not_waited_for(cli: Cli, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    done = cli("cache", "show", tmp_path / "pipe")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "cannot hold a cache: give a file" in done.stderr
+
+
+def test_a_saved_prompt_can_mean_special_tokens(
+    cli: Cli, tiny_folder: Path, tmp_path: Path
+) -> None:
+    line = ("cache", "save", "a<|end|>", tmp_path / "kept", "-m", tiny_folder)
+    assert "prompt: 8 tokens submitted" in cli(*line).stderr
+    assert "prompt: 2 tokens submitted" in cli(*line, "--parse-special").stderr
+
+
 def generate(cli: Cli, folder: Path, file: Path, *more: str) -> Any:
     line = ("generate", "Time flies by", "-m", folder, "-n", "3", "--ignore-eos", *more)
     return cli(*line, "--prompt-cache", file)

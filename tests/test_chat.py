@@ -21,6 +21,8 @@ from conftest import Cli, Done
 from test_terminal import EVIL, environment, on_terminal
 from tiny import END, byte_alphabet
 
+from kvgen.cli.chatting import Chat
+from kvgen.errors import InputError
 from kvgen.report.document import schema
 
 TEMPLATE = (
@@ -101,7 +103,7 @@ def test_a_saved_conversation_goes_on(chat: Any, tmp_path: Path) -> None:
     done = chat(f"/load {file}\nTwo?\n", "--format", "jsonl")
     assert turns(done)[0]["answer_ids"] == wanted["answer_ids"]
     assert turns(done)[0]["reuse"]["reused"] == wanted["reuse"]["reused"]
-    assert "goes on after 1 turns" in done.stderr
+    assert "goes on after 1 turn, " in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,8 @@ def test_a_saved_conversation_goes_on(chat: Any, tmp_path: Path) -> None:
         ("/undo", 2, "there is no turn to take back"),
         ("/save", 2, "/save needs a file, such as /save talk.kvgen"),
         ("/load nowhere", 2, "cannot read nowhere: No such file or directory"),
-        ("/save nowhere/talk", 1, "cannot write nowhere/talk: No such file or directory"),
+        ("/save nowhere/talk", 2, "cannot write nowhere/talk: its folder must exist"),
+        ("/save .", 2, "cannot write .: its folder must exist, and it must be a file"),
         ("?" * 130, 4, "the context is full: the conversation with this question has 135 tokens"),
         (b"\xff", 4, "this line is not UTF-8 text"),
     ],
@@ -279,6 +282,28 @@ def test_a_person_talks_stops_an_answer_and_goes_on(chatty: Path, tmp_path: Path
         history = tmp_path / "private" / "chat-history"
         assert history.read_text("utf-8").splitlines()[-3:] == ["One?", "/nope", "/stats"]
         assert stat.S_IMODE(history.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), InputError("no UTF-8")])
+def test_what_a_person_types_never_ends_the_conversation(
+    raised: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVGEN_CACHE_DIR", str(tmp_path))
+
+    class Typed:
+        interactive = True
+        left = iter([raised, "/help", None])
+
+        def read(self) -> Any:
+            if isinstance(line := next(self.left), BaseException):
+                raise line
+            return line
+
+    talk: Any = None
+    assert Chat(talk, talk, Typed(), False, False, talk).run() == 0
+    Typed.interactive, Typed.left = False, iter([raised])
+    with pytest.raises(type(raised)):
+        Chat(talk, talk, Typed(), False, False, talk).run()
 
 
 def test_a_models_escape_sequences_are_spelled_out_to_a_person(

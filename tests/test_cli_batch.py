@@ -91,6 +91,7 @@ def test_a_row_is_what_generate_gives(cli: Cli, tiny_folder: Path, tmp_path: Pat
     [
         ("{", "is not JSON"),
         ("[1]", "is no JSON object"),
+        ({"prompt": "a", "bogus": 1}, "unknown field 'bogus'; there are id, prompt, messages, "),
         ({"prompt": "a", "max_tokens": 3}, "unknown field 'max_tokens'; the nearest is 'max_new"),
         ({"id": "x"}, "needs a prompt or messages"),
         ({"prompt": "a", "messages": []}, "needs a prompt or messages, and not both"),

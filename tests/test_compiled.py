@@ -113,7 +113,11 @@ def test_a_second_start_compiles_nothing(folder: Path) -> None:
 def test_a_damaged_program_is_compiled_again(folder: Path) -> None:
     compiled("llama")
     smallest = min(folder.iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(smallest.read_bytes())
     smallest.write_bytes(b"not a program")
+    assert not compiling._is_whole(smallest)
+    content[len(content) // 2] ^= 1  # run, it could end the process without a word
+    smallest.write_bytes(content)
     _, forward = compiled("llama")
     assert forward.compilation.compiled == 1
 
@@ -226,6 +230,15 @@ def test_generate_says_that_its_step_is_compiled(cli: Cli, tiny_folder: Path) ->
     assert "compiled before, ready in" in second.stderr
     assert "identical" in second.stderr
     assert "compiled step" not in plain.stderr
+
+
+def test_what_is_unpacked_does_not_stay(
+    process: Cli, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    done = process("generate", "Time", "-m", tiny_folder, "-n", "3", "--compile")
+    assert "compiled step: 2 programs" in done.stderr
+    assert not [*tmp_path.glob("aotinductor*"), *tmp_path.glob("kvgen-*")]
 
 
 def test_compiled_and_own_steps_read_each_others_prompt_caches(

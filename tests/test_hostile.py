@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -49,6 +50,15 @@ def generate(folder: Path, *arguments: str) -> str:
 def test_a_full_disk_behind_stdout_is_one_line(tiny_folder: Path) -> None:
     code, _, errors = shell(f"{generate(tiny_folder, 'Time')} > /dev/full")
     assert (code, errors) == (1, "kvgen: cannot write to stdout: No space left on device\n")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_disk_that_fills_up_midway_is_one_line(
+    tiny_folder: Path, tmp_path: Path, unbuffered: str
+) -> None:
+    line = f"ulimit -f 1; $KVGEN size {tiny_folder} -f json > {tmp_path / 'size.json'}"
+    code, _, errors = shell(line, PYTHONUNBUFFERED=unbuffered)
+    assert (code, errors) == (1, "kvgen: cannot write to stdout: File too large\n")
 
 
 def test_closed_streams_are_no_error(tiny_folder: Path, tmp_path: Path) -> None:
@@ -322,3 +332,31 @@ def test_debug_and_quiet_can_be_set_in_the_environment(
     monkeypatch.setenv("KVGEN_DEBUG", "1")
     with pytest.raises(InputError):
         cli("generate", "")
+
+
+@pytest.mark.parametrize("where", ["no", "line", "file"])
+def test_quiet_silences_warnings_wherever_it_is_said(
+    cli: Cli, tiny_folder: Path, tmp_path: Path, where: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder, config = tmp_path / "model", tmp_path / "quiet.toml"
+    shutil.copytree(tiny_folder, folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"spare": torch.ones(1)}, folder / "model.safetensors", {"format": "pt"})
+    config.write_text("quiet = true", "utf-8")
+    asked = {"no": ["-n1"], "line": ["-qn1"], "file": ["-n1", "--config", str(config)]}[where]
+    done = cli("generate", "Time", "-m", folder, *asked)
+    assert done.returncode == 0
+    assert ("has no place for, such as spare" in done.stderr) == (where == "no")
+    assert (done.stderr == "") == (where != "no")
+
+
+def test_kernels_that_no_cpu_has_are_not_recommended(process: Cli, tmp_path: Path) -> None:
+    from families import tiny_model
+    from tiny import save_tiny_tokenizer
+
+    tiny_model("mamba", vocab_size=257).save_pretrained(tmp_path)
+    save_tiny_tokenizer(tmp_path)
+    done = process("generate", "Time", "-m", tmp_path, "-n", "2")
+    assert (done.returncode, "transformers" in done.stderr) == (0, False)

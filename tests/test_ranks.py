@@ -54,11 +54,13 @@ def parallel_document(done: Any, name: str) -> dict[str, Any]:
 def test_two_ranks_sample_what_one_process_samples(cli: Cli, folder: Path, tmp_path: Path) -> None:
     line = ("generate", "-m", folder, "-n", "12", "--ignore-eos", "-f", "json")
     file = tmp_path / "out.json"
-    with Group(2, *line, "-", *TENSOR, "--temperature", "0.8", "-o", file, stdin="Time") as group:
+    sampled = ("--temperature", "0.8", "--compile")  # which ranks cannot, and say so
+    with Group(2, *line, "-", *TENSOR, *sampled, "-o", file, stdin="Time") as group:
         first, second = group.wait()
     assert (first.returncode, second.returncode) == (0, 0), first.stderr
     assert (first.stdout, second.stdout, second.stderr) == ("", "", "")
     assert "all 2 ranks: KV cache" in first.stderr
+    assert "not compiled: llama is divided over several devices or ranks" in first.stderr
     document = json.loads(file.read_text("utf-8"))
     jsonschema.Draft202012Validator(schema()).validate(document)
     assert document["check"]["verdict"] == "exact"
@@ -184,8 +186,8 @@ def test_torchrun_and_the_command_line_must_say_the_same(
     assert "--parallel tensor needs several ranks; start them with torchrun" in alone.stderr
     for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("MASTER_ADDR", "x"), ("MASTER_PORT", 1)):
         monkeypatch.setenv(name, str(value))
-    for command in ("generate", "compare", "verify"):
-        done = cli(command, "-m", folder, *(["Time"] if command == "generate" else []))
+    for command in ("generate Time", "compare", "verify", "explain Time", "chat", "cache save a b"):
+        done = cli(*command.split(), "-m", folder)
         assert (done.returncode, done.stdout) == (2, "")
         assert "torchrun started 2 ranks" in done.stderr
     monkeypatch.setenv("RANK", "one")
@@ -196,6 +198,8 @@ def test_only_pairs_are_shared_out() -> None:
     plain, state = LayerSpec(FULL, 8, 64, 64), LayerSpec(LINEAR, states=(StateSpec((4, 4)),))
     shares = share_of([plain, state], Settings({"num_attention_heads": 8}), 4)
     assert shares == [LayerSpec(FULL, 2, 64, 64), state]
+    with pytest.raises(UsageError, match=r"16 query heads .* over 3 ranks; use one of 1, 2, 4, 8$"):
+        share_of([plain, state], Settings({"num_attention_heads": 16}), 3)
     latent = LayerSpec(FULL, 1, 512, 64)
     whole = Settings({"num_attention_heads": 8, "kv_lora_rank": 512})
     assert share_of([latent], whole, 4) == [latent]

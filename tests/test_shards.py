@@ -97,6 +97,24 @@ def test_shards_merged_equal_one_run(
     assert "leave out --shard" in cli(*line, "-o", tmp_path / "y", "--shard", "1/4").stderr
 
 
+def test_a_result_of_a_prompt_that_was_changed_since_is_not_merged(
+    cli: Cli, tmp_path: Path
+) -> None:
+    prompts, part = tmp_path / "prompts.jsonl", tmp_path / "part"
+    prompts.write_text('{"id": "a", "prompt": "Time flies"}\n', "utf-8")
+    asked = Request("a", prompt="Time flies", line=7)  # where it stands does not matter
+    result = {"schema": "kvgen.batch/1", "id": "a", "request": "x", "input": asked.digest}
+    part.write_text(json.dumps(result) + "\n", "utf-8")
+    assert cli("batch", "--merge", prompts, part).stdout == part.read_text("utf-8")
+    prompts.write_text('{"id": "a", "prompt": "Time flew"}\n', "utf-8")
+    done = cli("batch", "--merge", prompts, part)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert 'has a result with the id "a", and its line of prompts was changed' in done.stderr
+    del result["input"]  # as earlier versions wrote it
+    part.write_text(json.dumps(result) + "\n", "utf-8")
+    assert cli("batch", "--merge", prompts, part).returncode == 0
+
+
 @pytest.mark.parametrize("shard", ["0/4", "5/4", "4", "1/0", "x/4", "-1/4"])
 def test_a_shard_that_is_none_is_refused(cli: Cli, prompts: Path, shard: str) -> None:
     done = cli("batch", prompts, "--shard", shard)
@@ -107,10 +125,12 @@ def test_a_shard_that_is_none_is_refused(cli: Cli, prompts: Path, shard: str) ->
 def test_files_of_results_need_merge(cli: Cli, prompts: Path, tmp_path: Path) -> None:
     assert "one file of prompts at a time" in cli("batch", prompts, prompts).stderr
     other = tmp_path / "other"
-    other.write_text("{}\n", "utf-8")
-    done = cli("batch", "--merge", prompts, other)
-    assert done.returncode == 2
-    assert f"cannot merge {other}: its line 1 is no result of kvgen batch" in done.stderr
+    no_id = '{"schema": "kvgen.batch/1", "id": [1], "request": "x"}'
+    for line in ("{}", no_id):
+        other.write_text(line + "\n", "utf-8")
+        done = cli("batch", "--merge", prompts, other)
+        assert done.returncode == 2
+        assert f"cannot merge {other}: its line 1 is no result of kvgen batch" in done.stderr
     assert "cannot read" in cli("batch", "--merge", prompts, tmp_path / "absent").stderr
     assert "--merge needs the files of results" in cli("batch", "--merge", prompts).stderr
     assert "--merge runs nothing" in cli("batch", "--merge", prompts, "--shard", "1/2").stderr

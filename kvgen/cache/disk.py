@@ -22,7 +22,7 @@ from kvgen.cache.checksum import bytes_of, checksums
 from kvgen.cache.fingerprint import Fingerprint
 from kvgen.cache.state import State
 from kvgen.errors import UsageError
-from kvgen.storage import replace_atomically
+from kvgen.storage import is_device, replace_atomically
 
 FORMAT = 1
 """Raised when a file of the new kvgen would be read wrongly by an older one."""
@@ -200,6 +200,8 @@ def open_cache_file(path: Path) -> CacheFile:
 
     Raises ``CacheFileError`` for what is none, is damaged or cut short, or has another format.
     """
+    if is_device(path):  # a pipe would be waited for
+        raise CacheFileError(f"{path} cannot hold a cache: give a file")
     try:
         with path.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import gcd
 
 from kvgen.cache.settings import QUERY_HEADS, Settings
 from kvgen.cache.spec import LayerSpec
@@ -22,24 +23,22 @@ def share_of(specs: Sequence[LayerSpec], fields: Settings, ranks: int) -> list[L
     if ranks == 1:
         return list(specs)
     queries = fields.integer(*QUERY_HEADS)
-    if queries is not None and queries % ranks:
-        raise _uneven("query", queries, ranks)
     latent = fields.integer("kv_lora_rank") is not None
-    shares = []
-    for spec in specs:
-        heads = spec.num_key_value_heads
-        if not heads or spec.compressed or (latent and heads == 1):
-            shares.append(spec)
-        elif heads % ranks:
-            raise _uneven("key/value", heads, ranks)
-        else:
-            shares.append(replace(spec, num_key_value_heads=heads // ranks))
-    return shares
-
-
-def _uneven(which: str, heads: int, ranks: int) -> UsageError:
-    fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-    return UsageError(
-        f"{heads} {which} heads cannot be shared out evenly over {ranks} ranks; use one of "
-        f"{fitting}"
-    )
+    counts = [
+        0
+        if one.compressed or (latent and one.num_key_value_heads == 1)
+        else one.num_key_value_heads
+        for one in specs
+    ]
+    common = gcd(queries or 0, *counts)
+    for which, heads in [("query", queries or 0), *(("key/value", heads) for heads in counts)]:
+        if heads % ranks:
+            fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+            raise UsageError(
+                f"{heads} {which} heads cannot be shared out evenly over {ranks} ranks; use one of "
+                f"{fitting}"
+            )
+    return [
+        replace(spec, num_key_value_heads=heads // ranks) if heads else spec
+        for spec, heads in zip(specs, counts, strict=True)
+    ]

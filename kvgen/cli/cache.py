@@ -11,6 +11,7 @@ from kvgen.cli import options as shared
 from kvgen.cli.generate import policy_text, prepare
 from kvgen.cli.interrupts import preparing
 from kvgen.cli.options import use_threads
+from kvgen.cli.parallel import one_process
 from kvgen.errors import DisagreementError, KvgenError
 from kvgen.report.units import visible
 
@@ -36,6 +37,7 @@ def save(
     offline: shared.OfflineOption = False,
     chat: shared.ChatOption = False,
     system: shared.SystemOption = None,
+    parse_special: shared.ParseSpecialOption = False,
     cache: shared.CacheOption = None,
     force: shared.ForceOption = False,
     quiet: shared.QuietOption = False,
@@ -48,6 +50,7 @@ def save(
     """
     from kvgen.cli.streams import error_console, read_prompt
 
+    one_process()
     shared.check_prompt_cache(file, False)
     policy = policy_text(cache)
     text = read_prompt(prompt, None)
@@ -61,6 +64,7 @@ def save(
             max_new_tokens=1,
             chat=chat or system is not None,
             system=system,
+            parse_special=parse_special,
             cache=policy,
             force=force,
             recompute="off",
@@ -130,6 +134,7 @@ def verify(
     from kvgen.cache.disk import open_cache_file
     from kvgen.cli.streams import Output
 
+    one_process()
     policy = policy_text(cache)
     open_cache_file(file)  # what is none is refused before the model is loaded
     output = Output(None)

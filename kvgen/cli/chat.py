@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from kvgen.cli import options as shared
 from kvgen.cli.interrupts import preparing
 from kvgen.cli.options import option, use_threads
+from kvgen.cli.parallel import one_process
 
 if TYPE_CHECKING:
     from kvgen.engine.conversation import ChatOptions
@@ -95,6 +96,7 @@ def chat(
     from kvgen.cli.lines import Lines
     from kvgen.cli.streams import Output
 
+    one_process()
     with preparing():
         # The heavy imports start here, once the command line is known to be right.
         from kvgen.cache.policies import DEFAULT

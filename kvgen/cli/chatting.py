@@ -53,14 +53,17 @@ class Chat:
         """Until the end of the input or ``/quit``; returns the exit code."""
         lines = self.lines
         with history(lines):
-            while (message := lines.read()) is not None:
+            while True:
                 try:
+                    message = lines.read()
+                    if message is None:
+                        break
                     if self._take(message) and not lines.interactive:
                         return INTERRUPTED
                 except _Quit:
                     break
                 except KeyboardInterrupt:
-                    if not lines.interactive:
+                    if not lines.interactive or terminated():
                         raise
                     _say("")  # it came between an answer and the prompt
                 except KvgenError as error:
@@ -135,36 +138,43 @@ def _stats(chat: Chat, _: str) -> None:
 
 
 def _undo(chat: Chat, _: str) -> None:
+    from kvgen.report.units import counted
+
     undone = chat.talk.undo()
     if undone is None:
         raise UsageError("there is no turn to take back")
     line = f"took back {_shortened(undone.turn.question)!r}"
     if undone.refusal is None:
-        line += f"; the cache keeps its first {undone.held:,} tokens"
+        line += f"; the cache keeps its first {counted(undone.held, 'token')}"
     elif undone.held:
-        line += f"; the cache goes back to a copy of its first {undone.held:,} tokens"
+        line += f"; the cache goes back to a copy of its first {counted(undone.held, 'token')}"
     if undone.held < undone.wanted:
-        line += f"; {undone.wanted - undone.held:,} tokens will be computed again"
+        line += f"; {counted(undone.wanted - undone.held, 'token')} will be computed again"
     if undone.refusal is not None:
         line += f": {undone.refusal}"
     _say(f"  {line}")
 
 
 def _save(chat: Chat, name: str) -> None:
-    from kvgen.report.units import bytes_text
+    from kvgen.cli.streams import check_target
+    from kvgen.report.units import bytes_text, counted
 
     path = _path("save", name)
+    check_target(path)
     size = chat.files.save(path)
-    turns, tokens = len(chat.talk.turns), chat.talk.cache.position
-    _say(f"  saved {turns:,} turns with {tokens:,} cached tokens: {bytes_text(size)} in {path}")
+    turns = counted(len(chat.talk.turns), "turn")
+    tokens = counted(chat.talk.cache.position, "cached token")
+    _say(f"  saved {turns} with {tokens}: {bytes_text(size)} in {path}")
 
 
 def _load(chat: Chat, name: str) -> None:
+    from kvgen.report.units import counted
+
     path = _path("load", name)
     chat.files.load(path)
     talk = chat.talk
     _say(
-        f"  goes on after {len(talk.turns):,} turns, {len(talk.ids):,} tokens, "
+        f"  goes on after {counted(len(talk.turns), 'turn')}, {counted(len(talk.ids), 'token')}, "
         f"{talk.cache.position:,} of them cached"
     )
 

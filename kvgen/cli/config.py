@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import typer
 
-from kvgen.errors import UsageError
+from kvgen.errors import UsageError, nearest
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -43,8 +42,7 @@ def config_values(
     table = _load_toml(path)
     for name, value in table.items():
         if commands and isinstance(value, dict) and name not in commands:
-            near = difflib.get_close_matches(name, commands, n=1, cutoff=0)
-            raise UsageError(f"{path}: there is no command {name!r}; the nearest is {near[0]!r}")
+            raise UsageError(f"{path}: there is no command {name!r}{nearest(name, commands)}")
     own = table.get(command, {})
     if not isinstance(own, dict):
         raise UsageError(f"{path}: {command} must be a table of options, not {own!r}")
@@ -53,8 +51,7 @@ def config_values(
     for key, value in (common | own).items():
         name = key.replace("_", "-")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0)
-            raise UsageError(f"{path}: unknown option {key!r}; the nearest is {near[0]!r}")
+            raise UsageError(f"{path}: unknown option {key!r}{nearest(name, known)}")
         values[str(known[name].name)] = _fitting(f"{path}: {key}", value, known[name])
     return values
 

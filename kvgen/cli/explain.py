@@ -9,6 +9,7 @@ import typer
 
 from kvgen.cli import options as shared
 from kvgen.cli.options import option, use_threads
+from kvgen.cli.parallel import one_process
 from kvgen.errors import DisagreementError, UsageError
 
 _OUTPUT = "Output"
@@ -56,6 +57,7 @@ def explain(
     """
     from kvgen.cli.streams import Output, read_prompt
 
+    one_process()
     if html is not None and output is not None and html.resolve() == output.resolve():
         raise UsageError("--html and --output name one file; name two")
     text = read_prompt(prompt, prompt_file)

@@ -85,8 +85,8 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command line; every error becomes one line on stderr. Returns the exit code."""
-    debug = _wanted(arguments, "--debug")
-    _show_warnings(quiet=_wanted(arguments, "--quiet", "-q"))
+    debug = _debugging(arguments)
+    _show_warnings()
     code, message, error = 0, "", None
     try:
         found = app(arguments, prog_name="kvgen", standalone_mode=False)
@@ -118,10 +118,10 @@ def _judged(error: BaseException) -> tuple[int, str]:
     return 1, f"internal error: {type(error).__name__}: {one_line(error)} (--debug shows where)"
 
 
-def _wanted(arguments: list[str], *names: str) -> bool:
-    """Whether a switch is on, asked before the arguments are parsed."""
-    variable = os.environ.get("KVGEN_" + names[0].removeprefix("--").upper(), "")
-    return any(name in arguments for name in names) or variable.lower() in ("1", "true", "yes")
+def _debugging(arguments: list[str]) -> bool:
+    """Whether ``--debug`` is on, also where the arguments cannot be parsed."""
+    variable = os.environ.get("KVGEN_DEBUG", "")
+    return "--debug" in arguments or variable.lower() in ("1", "true", "yes")
 
 
 def _explained(error: Any) -> str:
@@ -143,13 +143,13 @@ def _explained(error: Any) -> str:
     return message
 
 
-def _show_warnings(quiet: bool) -> None:
-    """What kvgen's other rooms warn of, one line each on stderr."""
+def _show_warnings() -> None:
+    """What kvgen's other rooms warn of, one line each on stderr, unless ``--quiet`` says no."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("kvgen: %(message)s"))
     logger = logging.getLogger("kvgen")
     logger.handlers = [handler]
-    logger.setLevel(logging.ERROR if quiet else logging.WARNING)
+    logger.setLevel(logging.WARNING)
 
 
 def _fail(message: str, code: int) -> int:

@@ -6,6 +6,7 @@ An option's value is what the command line says, else its ``KVGEN_*`` variable, 
 
 from __future__ import annotations
 
+import logging
 import os
 from enum import Enum
 from pathlib import Path
@@ -30,6 +31,14 @@ def _not_empty(stops: list[str] | None) -> list[str] | None:
     if "" in (stops or ()):
         raise UsageError("--stop needs text; an empty one would end everything at once")
     return stops
+
+
+def _hush(quiet: bool) -> bool:
+    """Silence warnings, from here on, where that is asked for."""
+    if quiet:
+        logging.getLogger("kvgen").setLevel(logging.ERROR)
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported
+    return quiet
 
 
 class Dtype(str, Enum):
@@ -264,7 +273,13 @@ OutputOption = Annotated[
 ]
 QuietOption = Annotated[
     bool,
-    option("--quiet", "-q", help="Nothing on stderr but errors.", rich_help_panel=_OUTPUT),
+    option(
+        "--quiet",
+        "-q",
+        callback=_hush,
+        help="Nothing on stderr but errors.",
+        rich_help_panel=_OUTPUT,
+    ),
 ]
 DebugOption = Annotated[
     bool, option("--debug", help="Show the traceback of an error.", rich_help_panel=_OUTPUT)

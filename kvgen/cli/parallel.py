@@ -61,12 +61,18 @@ def begin(parallel: Parallel, device_map: DeviceMap, timeout_s: float) -> Spread
         joined = ranks.join(timeout_s)
         stop_together(joined)
         joined.watch(_leave)
-    elif launch := ranks.launched():
-        raise UsageError(
-            f"torchrun started {launch.size} ranks, which would all do the same; add "
-            "--parallel tensor, or start one process"
-        )
+    else:
+        one_process("add --parallel tensor, or ")
     return "tensor" if parallel is Parallel.tensor else device_map.value
+
+
+def one_process(instead: str = "") -> None:
+    """Raise ``UsageError`` where ``torchrun`` started several; ``instead`` is a way out."""
+    if launch := ranks.launched():
+        raise UsageError(
+            f"torchrun started {launch.size} ranks, which would all do the same; {instead}start "
+            "one process"
+        )
 
 
 def speaks() -> bool:

@@ -115,7 +115,8 @@ def result_of(line: bytes, failing: str, number: int) -> dict[str, Any]:
     """A line of results. Raises ``UsageError``, ``failing`` first, for anything else."""
     try:
         result: dict[str, Any] = json.loads(line)
-        if result["schema"] != SCHEMA or not {"id", "request"} <= result.keys():
+        named = isinstance(result["id"], str | int) and isinstance(result["request"], str)
+        if result["schema"] != SCHEMA or not named:
             raise ValueError
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{failing}: its line {number} is no result of kvgen batch") from error

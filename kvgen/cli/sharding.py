@@ -47,8 +47,8 @@ def is_other_rank() -> bool:
 def merge(requests: list[Request], parts: list[str], output: Path | None) -> int:
     """Write the results of all parts in the order of the requests.
 
-    Raises ``InputError`` at the end where a request has no result, and ``UsageError`` for no parts
-    and for an ``output`` that is one of them.
+    Raises ``InputError`` at the end where a request has no result, and ``UsageError`` for no parts,
+    for an ``output`` that is one of them, and for a result of a request that was changed since.
     """
     from kvgen.measure.shards import merged
 
@@ -57,7 +57,8 @@ def merge(requests: list[Request], parts: list[str], output: Path | None) -> int
     if output is not None and output.exists() and output.resolve() in map(_resolved, parts):
         raise UsageError(f"{output} is one of the files to merge; write to another file")
     target = Output(output)
-    lines, missing = merged(requests, [(name, _results(name)) for name in parts])
+    digests = {request.id: request.digest for request in requests}
+    lines, missing = merged(requests, [(name, _results(name, digests)) for name in parts])
     target.write(b"".join(lines).decode("utf-8"))
     target.close()
     if missing:
@@ -69,8 +70,8 @@ def merge(requests: list[Request], parts: list[str], output: Path | None) -> int
     return 0
 
 
-def _results(name: str) -> dict[Id, bytes]:
-    """The lines of a part by id."""
+def _results(name: str, digests: dict[Id, str]) -> dict[Id, bytes]:
+    """The lines of a part by id; ``digests`` are the requests' own."""
     from kvgen.cli.results import result_of
 
     try:
@@ -79,9 +80,16 @@ def _results(name: str) -> dict[Id, bytes]:
         raise UsageError(f"cannot read {name}: {error.strerror}") from error
     found: dict[Id, bytes] = {}
     for number, line in enumerate(content.splitlines(), 1):
-        key = result_of(line, f"cannot merge {name}", number)["id"]
+        result = result_of(line, f"cannot merge {name}", number)
+        key = result["id"]
         if key in found:
             raise UsageError(f"{name} has two results with the id {json.dumps(key)}")
+        # Results of earlier versions do not say what they answer.
+        if key in digests and result.get("input", digests[key]) != digests[key]:
+            raise UsageError(
+                f"{name} has a result with the id {json.dumps(key)}, and its line of prompts was "
+                "changed since; merge with the prompts as they were, or run that one again"
+            )
         found[key] = line + b"\n"
     return found
 

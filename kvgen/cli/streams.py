@@ -92,6 +92,10 @@ def prepare_streams() -> None:
         elif mode == "w" and isinstance(stream, io.TextIOWrapper):
             encoding = stream.encoding if stream.isatty() else "utf-8"
             stream.reconfigure(encoding=encoding, errors="backslashreplace")
+            if name == "stdout" and isinstance(stream.buffer, io.RawIOBase):
+                # Unbuffered (python -u), where what one write call leaves over is lost.
+                whole = io.BufferedWriter(stream.buffer)
+                sys.stdout = io.TextIOWrapper(whole, encoding, "backslashreplace")
 
 
 def leave_streams() -> None:

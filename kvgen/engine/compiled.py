@@ -73,6 +73,10 @@ class CompiledForward(Forward):
             progress("compiling the decode step, once for this model", done, len(missing))
             compile_part(part, model, cache.kv)
             found[part.file] = load_part(part, model.device)
+            if found[part.file] is None:
+                raise CannotCompileError(
+                    "gives programs that cannot be loaded; is there room for temporary files?"
+                )
         loaded = {file: run for file, run in found.items() if run is not None}
         runs = [_bound(part, loaded[part.file]) for part in every]
         self._layers, self._sources = runs[: len(specs)], parts.recorded.flow.sources

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import secrets
+import tempfile
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,16 +163,48 @@ def load_part(part: Part, device: torch.device) -> Callable[[list[Tensor]], list
     """The compiled program: inputs in a row in, outputs out. ``None`` if there is no whole one."""
     from torch._C._aoti import AOTIModelPackageLoader
 
-    if not part.file.is_file():
+    if not _is_whole(part.file):
         return None
-
     index = device.index if device.type == "cuda" and device.index is not None else -1
     try:
-        loader = AOTIModelPackageLoader(str(part.file), "model", True, 1, index)
-    except RuntimeError:  # damaged
+        with _unpacking():
+            loader = AOTIModelPackageLoader(str(part.file), "model", True, 1, index)
+    except RuntimeError:  # of another build, or there is no room to unpack it
         return None
     run: Callable[[list[Tensor]], list[Tensor]] = loader.run
     return run
+
+
+def _is_whole(file: Path) -> bool:
+    """By the checksums in it: a damaged program could end the process without a word."""
+    try:
+        with zipfile.ZipFile(file) as packed:
+            return packed.testzip() is None
+    except Exception:  # a damaged archive raises nearly every type there is
+        return False
+
+
+@cache
+def _unpack_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="kvgen-")
+
+
+@contextmanager
+def _unpacking() -> Iterator[None]:
+    """Have what torch unpacks go with this process; it would stay behind otherwise."""
+    before = os.environ.get("TMPDIR")
+    try:
+        os.environ["TMPDIR"] = _unpack_folder().name
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"cannot unpack the compiled step: {error.strerror}; the environment variable TMPDIR "
+            "names another folder for temporary files"
+        ) from error
+    finally:
+        os.environ.pop("TMPDIR", None)
+        if before is not None:
+            os.environ["TMPDIR"] = before
 
 
 class _Program(torch.nn.Module):  # type: ignore[misc]  # torch is read without its types

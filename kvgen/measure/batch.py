@@ -194,6 +194,7 @@ class BatchRun:
         return RowResult(
             id=prompt.id,
             request=prompt.digest,
+            input=prompt.input,
             prompt_tokens=len(prompt.ids),
             max_new_tokens=prompt.new_tokens,
             seed=one.row.sampler.seed,

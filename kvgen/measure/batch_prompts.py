@@ -47,7 +47,9 @@ class BatchOptions:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request as token ids; ``digest`` is of all that its new ids depend on."""
+    """One request as token ids; ``digest`` is of all that its new ids depend on, and
+    ``input`` of the request alone.
+    """
 
     id: Id
     ids: list[int]
@@ -55,6 +57,7 @@ class Prompt:
     stop: tuple[str, ...]
     sampling: SamplingOptions
     digest: str
+    input: str
 
     @property
     def tokens(self) -> int:
@@ -114,7 +117,7 @@ def _prepared(loaded: LoadedModel, request: Request, options: BatchOptions, base
     }
     digest = hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:16]
     sampling = replace(options.sampling, seed=_row_seed(request, base))
-    return Prompt(request.id, ids, wanted, stop, sampling, digest)
+    return Prompt(request.id, ids, wanted, stop, sampling, digest, request.digest)
 
 
 def _ids(loaded: LoadedModel, request: Request, options: BatchOptions) -> list[int]:

@@ -31,6 +31,8 @@ class RowResult:
     id: Id
     request: str
     """A digest of the prompt's ids and of every setting that the new ids depend on."""
+    input: str
+    """A digest of the line that asked for it."""
     prompt_tokens: int
     max_new_tokens: int
     seed: int | None

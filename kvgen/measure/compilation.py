@@ -14,6 +14,7 @@ from kvgen.engine.traced import BLOCK, CannotCompileError
 from kvgen.measure.facts import is_spread
 from kvgen.measure.records import Compilation
 from kvgen.models import LoadedModel
+from kvgen.models.ranks import current
 from kvgen.models.types import ProgressCallback
 
 
@@ -30,8 +31,8 @@ def compiled_forward(
     loaded: LoadedModel, specs: Sequence[LayerSpec], progress: ProgressCallback
 ) -> tuple[CompiledForward, Compilation]:
     """Raises ``CannotCompileError`` with the reason, as the end of a sentence on the model."""
-    if is_spread(loaded.model):
-        raise CannotCompileError("is divided over several devices")
+    if is_spread(loaded.model) or current() is not None:
+        raise CannotCompileError("is divided over several devices or ranks")
     forward = CompiledForward(loaded.model, specs, progress)
     return forward, Compilation(*forward.compilation)
 

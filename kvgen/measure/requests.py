@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
+import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvgen.engine.special import Message
-from kvgen.errors import UsageError
+from kvgen.errors import UsageError, nearest
 
 Id = str | int
 
@@ -30,6 +30,12 @@ class Request:
     stop: tuple[str, ...] | None = None
     seed: int | None = None
     line: int | None = None
+
+    @property
+    def digest(self) -> str:
+        """Of all that was asked for, wherever it was read."""
+        fields = asdict(self) | {"line": None}
+        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -86,8 +92,7 @@ def _request(fields: Any, line: int) -> Request:
         raise ValueError('is no JSON object, such as {"id": "a", "prompt": "Time flies"}')
     for name in fields:
         if name not in _FIELDS:
-            near = difflib.get_close_matches(name, _FIELDS, n=1, cutoff=0)
-            raise ValueError(f"has an unknown field {name!r}; the nearest is {near[0]!r}")
+            raise ValueError(f"has an unknown field {name!r}{nearest(name, _FIELDS)}")
     given = {name: value for name, value in fields.items() if value is not None}
     for name, kind, wanted in (
         ("id", (str, int), "text or a whole number"),

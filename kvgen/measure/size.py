@@ -102,8 +102,8 @@ def _weight_share(architecture: Architecture, ranks: int) -> int | None:
 
 def _share_note(whole: Sequence[LayerSpec], stored: Sequence[LayerSpec], ranks: int) -> str:
     note = (
-        f"all figures are those of one rank of {ranks}; weights are an even share (norms are whole "
-        "on every rank)"
+        f"all figures are those of one rank of {ranks}, if transformers' plan for the model shares "
+        "its attention out; weights are an even share (norms are whole on every rank)"
     )
     if any(a == b and b.kind != NOTHING for a, b in zip(whole, stored, strict=True)):
         note += "; layers without heads of their own are whole on every rank"

@@ -23,7 +23,7 @@ from kvgen.models.device import check_dtype_name, choose_device, choose_dtype
 from kvgen.models.failures import failing_as_model_error
 from kvgen.models.names import resolve
 from kvgen.models.products import choose_products
-from kvgen.models.quiet import quiet_libraries
+from kvgen.models.quiet import hide_kernel_advice, quiet_libraries
 from kvgen.models.ranks import local
 from kvgen.models.spread import check_spread, spread_arguments
 from kvgen.models.tokenizers import load_tokenizer
@@ -77,6 +77,8 @@ def load_model(options: LoadOptions, progress: ProgressCallback | None = None) -
     tokenized = time.perf_counter()
     dtype = choose_dtype(options.dtype, checkpoint_dtype(config, weights.dtype), device)
     model = _read_weights(source.path, config, dtype, name, options)
+    if device.type == "cpu":
+        hide_kernel_advice()
     with failing_as_model_error(name):
         if options.spread == "none":
             model = model.to(device)

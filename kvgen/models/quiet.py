@@ -21,6 +21,14 @@ def quiet_hub() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def hide_kernel_advice() -> None:
+    """Do not name packages whose kernels would be faster; for the CPU, which none of them serves.
+
+    transformers 5.5 says it while loading, where it is silenced anyway.
+    """
+    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
+
+
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Silence progress bars, reports and warnings of the libraries; their errors still show.

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvgen.measure.batch_records import BatchSummary, RowResult
-from kvgen.report.units import bytes_text, seconds_text, visible
+from kvgen.report.units import bytes_text, counted, seconds_text, visible
 
 SCHEMA = "kvgen.batch/1"
 
@@ -21,12 +21,12 @@ def row_line(result: RowResult) -> dict[str, Any]:
 def summary_lines(summary: BatchSummary) -> list[str]:
     """What the whole batch did and what sharing saved."""
     model, where = summary.model, summary.environment
-    lines = [f"{model.name}: {where.dtype} on {where.device}, {where.threads} threads"]
-    counts = f"{summary.prompts:,} prompts"
+    lines = [f"{model.name}: {where.dtype} on {where.device}, {counted(where.threads, 'thread')}"]
+    counts = f"{counted(summary.prompts, 'prompt')}"
     if summary.already_finished:
         counts += f" ({summary.already_finished:,} more were finished before)"
     if summary.prompts:
-        counts += f", {summary.new_tokens:,} new tokens in {seconds_text(summary.wall_s)}"
+        counts += f", {counted(summary.new_tokens, 'new token')} in {seconds_text(summary.wall_s)}"
     if summary.tokens_per_s is not None:
         counts += f": {summary.tokens_per_s:.1f} tokens/s, {_at_a_time(summary)}"
     lines.append(counts)

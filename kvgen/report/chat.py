@@ -7,7 +7,7 @@ from typing import Any
 
 from kvgen.measure.turns import Tally, TurnRecord
 from kvgen.report.receipt import receipt_lines
-from kvgen.report.units import bytes_text, seconds_text
+from kvgen.report.units import bytes_text, counted, seconds_text
 
 SCHEMA = "kvgen.chat/1"
 
@@ -52,7 +52,7 @@ def tally_lines(tally: Tally) -> list[str]:
         return ["no turns yet"]
     share = f" ({tally.reused / tally.submitted:.0%})" if tally.submitted else ""
     return [
-        f"turns      {tally.turns:,} answered, {tally.new_tokens:,} new tokens",
+        f"turns      {tally.turns:,} answered, {counted(tally.new_tokens, 'new token')}",
         f"submitted  {tally.submitted:,} tokens: {tally.reused:,} reused{share}, "
         f"{tally.computed:,} computed",
         f"saved      about {seconds_text(tally.saved_s)} of prefill",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvgen.measure.records import Kept, Reuse
-from kvgen.report.units import bytes_text, seconds_text, visible
+from kvgen.report.units import bytes_text, counted, seconds_text, visible
 
 if TYPE_CHECKING:
     from kvgen.measure.cache_file import FileFacts
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def receipt_lines(reuse: Reuse, kept: Kept | None = None) -> list[str]:
     """Tokens submitted, reused and computed; where from, why not more, and what was kept."""
     first = (
-        f"prompt: {reuse.submitted:,} tokens submitted, {reuse.reused:,} reused, "
+        f"prompt: {counted(reuse.submitted, 'token')} submitted, {reuse.reused:,} reused, "
         f"{reuse.computed:,} computed"
     )
     if reuse.saved_s is not None:
@@ -33,11 +33,11 @@ def receipt_lines(reuse: Reuse, kept: Kept | None = None) -> list[str]:
 
 
 def _read(reuse: Reuse) -> str:
-    if reuse.read_s is None or reuse.file_bytes is None:
+    if reuse.read_s is None or reuse.file_bytes is None or reuse.file_tokens is None:
         return f"{reuse.file} is not there yet"
     line = (
-        f"read {reuse.file}: {reuse.file_tokens:,} tokens, {bytes_text(reuse.file_bytes)} in "
-        f"{seconds_text(reuse.read_s)}"
+        f"read {reuse.file}: {counted(reuse.file_tokens, 'token')}, "
+        f"{bytes_text(reuse.file_bytes)} in {seconds_text(reuse.read_s)}"
     )
     if reuse.identify_s is not None:
         line += f"; model identified in {seconds_text(reuse.identify_s)}"
@@ -45,9 +45,9 @@ def _read(reuse: Reuse) -> str:
 
 
 def _written(kept: Kept) -> str:
-    if kept.bytes is None or kept.write_s is None:
+    if kept.bytes is None or kept.write_s is None or kept.tokens is None:
         return f"not written: {kept.error or kept.why_not}"
-    line = f"written: {kept.tokens:,} tokens, {bytes_text(kept.bytes)} in "
+    line = f"written: {counted(kept.tokens, 'token')}, {bytes_text(kept.bytes)} in "
     line += seconds_text(kept.write_s)
     if kept.snapshot:
         line += "; the cache one token before the prompt's end, as it cannot go back"
@@ -56,7 +56,9 @@ def _written(kept: Kept) -> str:
 
 def file_lines(file: FileFacts) -> list[str]:
     """What a cache file holds: tokens, layers, bytes, fingerprint."""
-    lines = [f"{file.path}: {file.tokens:,} tokens of {file.model}, {bytes_text(file.bytes)}"]
+    lines = [
+        f"{file.path}: {counted(file.tokens, 'token')} of {file.model}, {bytes_text(file.bytes)}"
+    ]
     for kind, (count, held) in file.layers.items():
         lines.append(f"  {count} x {kind}: {bytes_text(held)}")
     if file.snapshot:
@@ -69,7 +71,7 @@ def file_lines(file: FileFacts) -> list[str]:
 
 def file_check_lines(found: FileCheck) -> list[str]:
     """What holding a cache file against the model found."""
-    lines = [f"{found.path}: {found.tokens:,} tokens computed again"]
+    lines = [f"{found.path}: {counted(found.tokens, 'token')} computed again"]
     if found.numbers is not None:
         lines.append(
             f"  stored numbers: off by {found.numbers.most:.1e} of the largest at most "

@@ -9,6 +9,7 @@ from kvgen.measure.comparison_records import Comparison, Result
 from kvgen.measure.stats import Summary
 from kvgen.report.units import (
     bytes_text,
+    counted,
     factor_with_spread,
     seconds_text,
     seconds_with_spread,
@@ -70,7 +71,7 @@ def header(run: Titled) -> list[str]:
     turns = "one run" if record.repetitions == 1 else f"{record.repetitions} runs"
     turns = turns if record.complete else f"at most {turns}"
     lines = [
-        f"{title}{name}, {where.dtype} on {where.device}, {where.threads} threads",
+        f"{title}{name}, {where.dtype} on {where.device}, {counted(where.threads, 'thread')}",
         f"{prompt} prompt tokens and {record.new_tokens:,} new ones, the same for all; "
         f"{turns} each, in turn",
     ]

@@ -9,7 +9,7 @@ from rich.text import Text
 from kvgen.measure.environment import busy
 from kvgen.measure.records import Compilation, Generation, RankShares, Step
 from kvgen.report.receipt import receipt_lines
-from kvgen.report.units import bytes_text, seconds_text, visible
+from kvgen.report.units import bytes_text, counted, seconds_text, visible
 
 _FIRST_ROWS = 5
 _LAST_ROWS = 3
@@ -53,10 +53,12 @@ def shown_steps(count: int) -> list[int]:
 def _header(record: Generation) -> list[str]:
     model, where = record.model, record.environment
     ending = _ENDINGS[record.finish_reason]
-    first = f"{model.name}: {where.dtype} on {where.device}, {where.threads} threads"
+    first = f"{model.name}: {where.dtype} on {where.device}, {counted(where.threads, 'thread')}"
     if record.ranks is not None:
         first += f", rank 0 of {record.ranks.size} over {record.ranks.backend}"
-    second = f"{record.prompt_tokens:,} prompt tokens, {len(record.steps):,} new ({ending})"
+    second = (
+        f"{counted(record.prompt_tokens, 'prompt token')}, {len(record.steps):,} new ({ending})"
+    )
     if model.kv_bytes_per_token is None:
         second += ", no KV cache"
     else:
@@ -122,7 +124,7 @@ def _total_row(record: Generation, gains: bool) -> list[str | Text]:
     fitted = any(step.recompute_source == "fitted" for step in record.steps)
     cells: list[str | Text] = [
         "total",
-        f"{len(record.steps):,} tokens",
+        counted(len(record.steps), "token"),
         seconds_text(latency),
         bytes_text(record.steps[-1].kv_bytes_used),
         "-" if recompute_s is None else ("~" if fitted else "") + seconds_text(recompute_s),
@@ -159,7 +161,7 @@ def _footer(record: Generation) -> list[str]:
 def _compilation_line(found: Compilation) -> str:
     done = f"{found.compiled} of them compiled now" if found.compiled else "compiled before"
     ready = seconds_text(found.compile_s)
-    return f"compiled step: {found.programs} programs, {done}, ready in {ready}"
+    return f"compiled step: {counted(found.programs, 'program')}, {done}, ready in {ready}"
 
 
 def _memory_lines(record: Generation) -> list[str]:

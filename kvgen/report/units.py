@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def counted(count: int, thing: str) -> str:
+    """``1 token``, ``2,000 tokens``."""
+    return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
+
+
 def bytes_text(count: float) -> str:
     """Bytes in the largest binary unit that keeps at least 1 before the point: ``45.0 KiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvgen.measure.checks import Outcome
 from kvgen.measure.verification import Verification
-from kvgen.report.units import visible
+from kvgen.report.units import counted, visible
 
 SCHEMA = "kvgen.verify/1"
 _WIDTH = 80
@@ -23,7 +23,7 @@ def verification_document(record: Verification) -> dict[str, Any]:
 def head_lines(record: Verification) -> list[str]:
     """What is verified, and the table's head."""
     model, where = record.model, record.environment
-    layers = f"{model.num_hidden_layers} layers"
+    layers = f"{counted(model.num_hidden_layers, 'layer')}"
     return [
         visible(f"{model.name} ({model.model_type}, {layers}): {where.dtype} on {where.device}"),
         f"against one uncached forward over {record.tokens} tokens; "
