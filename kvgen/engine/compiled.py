@@ -20,9 +20,10 @@ from kvgen.cache.slots import TokenSlots
 from kvgen.cache.spec import LayerSpec
 from kvgen.cache.stepwise import Blocks
 from kvgen.engine.calls import Call, attending, standing_in
-from kvgen.engine.compiling import Part, compile_part, load_part, parts_of
+from kvgen.engine.compiling import compile_part, load_part
 from kvgen.engine.forward import Forward
 from kvgen.engine.graphs import StepGraphs
+from kvgen.engine.parts import Part, parts_of
 from kvgen.engine.traced import BLOCK, CannotCompileError
 from kvgen.models.causal import rotary_change
 from kvgen.models.types import ProgressCallback, no_progress

@@ -1,50 +1,33 @@
-"""From a model's layers to compiled programs on disk, one program for all layers that are alike.
+"""A part of a model as a compiled program on disk.
 
-A layer is traced as a function of its weights, its inputs and its cache buffers, and compiled ahead
-of time by torch's inductor into a file that later processes only load. What is compiled lies in
-``KVGEN_CACHE_DIR/compiled``, under a hash of everything it depends on. Knows torch's compiler and
-how transformers' models call their layers.
+It is traced as a function of its weights, its inputs and its cache buffers, and compiled ahead of
+time by torch's inductor into a file that later processes only load. Knows torch's compiler.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import platform
 import secrets
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from kvgen.cache.adapter import TransformersCache
 from kvgen.cache.manager import KVCache
-from kvgen.cache.spec import LayerSpec
-from kvgen.engine.calls import (
-    Call,
-    Flow,
-    Recorded,
-    attending,
-    batched_experts,
-    find_layers,
-    recorded,
-    spelled,
-    standing_in,
-)
+from kvgen.engine.calls import Call, Flow, attending, batched_experts, standing_in
+from kvgen.engine.parts import Outside, Part
 from kvgen.engine.traced import BLOCK, CannotCompileError, RowProducts, TracedCache
 from kvgen.errors import UsageError
 from kvgen.models.failures import one_line
 from kvgen.models.quiet import quiet_libraries
-from kvgen.storage import cache_root, make_private
+from kvgen.storage import make_private
 
 # Loops are split for many threads, and run on as many as there are. A product and a sum may be one
 # instruction, which rounds once less.
@@ -54,82 +37,6 @@ _SETTINGS: dict[str, Any] = {
     "cpp.enable_floating_point_contract_flag": "fast",
 }
 _EXAMPLE_BLOCKS, _EXAMPLE_CAPACITY = 64, 96
-
-
-class Outside(NamedTuple):
-    """The place of a program that is the model without its layers."""
-
-    layers: Sequence[Any]
-    recorded: Recorded
-    after: bool
-    """After the last layer, or before the first."""
-
-
-@dataclass
-class Part:
-    """What one program computes: a decoder layer, the head that gives the logits, or the model
-    without its layers, before them or after.
-    """
-
-    module: Any
-    call: Call
-    file: Path
-    spec: LayerSpec | None = None
-    """What a layer stores."""
-    outside: Outside | None = None
-
-    @cached_property
-    def named(self) -> dict[str, Tensor]:
-        """What it multiplies with, in the order in which its program takes it."""
-        return _named_tensors(self.module, self.outside.layers if self.outside else ())
-
-
-class Parts(NamedTuple):
-    """All programs of a step: one for each layer, and for what lies around them."""
-
-    layers: list[Part]
-    before: Part | None
-    """Gives what ``flow`` says is ``outside`` of layers; ``None`` where the model's own code does.
-    """
-    after: Part | None
-    """The logits of what the last layer returns; or only the head, if even that, without
-    ``before``.
-    """
-    recorded: Recorded
-
-
-def parts_of(
-    model: Any, specs: Sequence[LayerSpec], steps: Callable[[], object], step: Call | None
-) -> Parts:
-    """The parts to compile. ``steps`` forwards single tokens; ``step`` is such a call of the model,
-    where what is outside of its layers depends on no more than the call's tensors.
-
-    Raises ``CannotCompileError``.
-    """
-    layers, head = find_layers(model, specs), model.get_output_embeddings()
-    heads = [head] if step is None and type(head) is torch.nn.Linear else []
-    found = recorded(model, layers, heads, steps)
-    common = [torch.__version__, transformers.__version__, _own_code(), _device_name(model.device)]
-    settings = {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
-    configured = [*common, json.dumps(settings, default=str, sort_keys=True)]
-
-    def part(of: list[str], module: Any, call: Call, **more: Any) -> Part:
-        new = Part(module, call, Path(), **more)
-        described = [*of, call.rest, *_described(new), *_shapes(call.tensors)]
-        name = hashlib.sha256("\n".join(described).encode()).hexdigest()
-        new.file = cache_root() / "compiled" / f"{name}.pt2"
-        return new
-
-    each = zip(layers, specs, found.calls, strict=False)
-    parts = [part(configured, layer, call, spec=spec) for layer, spec, call in each]
-    if step is None:
-        last = [part(common, head, found.calls[-1]) for head in heads]
-        return Parts(parts, None, last[0] if last else None, found)
-    before, after = (
-        part(configured, model, step, outside=Outside(layers, found, last))
-        for last in (False, True)
-    )
-    return Parts(parts, before, after, found)
 
 
 def compile_part(part: Part, model: Any, cache: KVCache) -> None:
@@ -291,51 +198,3 @@ def _require_compiler() -> None:
             "--compile needs a C++ compiler, and there is none: install g++ or clang++, or name "
             "one in the environment variable CXX, or leave out --compile"
         ) from error
-
-
-def _named_tensors(module: Any, without: Sequence[Any]) -> dict[str, Tensor]:
-    """Weights and buffers of ``module``, but those of its parts ``without``."""
-    left_out = {id(t) for part in without for t in (*part.parameters(), *part.buffers())}
-    every = [*module.named_parameters(), *module.named_buffers()]
-    return {name: tensor for name, tensor in every if id(tensor) not in left_out}
-
-
-def _described(part: Part) -> Iterator[str]:
-    """Everything that could make two parts compute differently, but their weights' values."""
-    outside = part.outside
-    left_out = {id(m) for layer in (outside.layers if outside else ()) for m in layer.modules()}
-    for name, module in part.module.named_modules():
-        if id(module) in left_out:
-            continue
-        settings = {
-            key: spelled(value)
-            for key, value in sorted(vars(module).items())
-            if not key.startswith("_") and key not in ("layer_idx", "training")
-        }
-        yield f"{name} {type(module).__module__}.{type(module).__qualname__} {settings}"
-    yield from _shapes(part.named.values())
-    if outside is not None:
-        yield f"{'after' if outside.after else 'before'} {outside.recorded.flow.sources}"
-
-
-def _shapes(tensors: Iterable[Tensor]) -> Iterator[str]:
-    return (f"{tuple(t.shape)} {t.stride()} {t.dtype}" for t in tensors)
-
-
-def _own_code() -> str:
-    """A hash of the code that decides what is compiled."""
-    folder = Path(__file__).parent
-    content = b"".join((folder / n).read_bytes() for n in ("calls.py", "compiling.py", "traced.py"))
-    return hashlib.sha256(content).hexdigest()
-
-
-def _device_name(device: torch.device) -> str:
-    """What code is compiled for."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_properties(device))
-    try:  # code is compiled for this very processor
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-        own = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
-    except OSError:
-        own = {platform.processor()}
-    return " ".join([platform.machine(), *sorted(own)])
