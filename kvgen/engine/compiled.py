@@ -32,8 +32,8 @@ from kvgen.models.types import ProgressCallback, no_progress
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 7e-2}
 _FLOAT32_TOLERANCE = 1e-4
 
-
 Run = Callable[[list[Tensor]], list[Tensor]]
+"""A program: what it reads, one after another, and what it gives."""
 
 
 class Compilation(NamedTuple):
