@@ -59,6 +59,19 @@ def test_a_ctrl_c_that_a_library_swallows_is_not_lost(tmp_path: Path, after: str
     assert interrupted_at(tmp_path, hook) == (130, "kvgen: interrupted\n")
 
 
+def test_a_ctrl_c_where_python_can_raise_nothing_is_not_lost(tmp_path: Path) -> None:
+    hook = (
+        "import sys\n"
+        "class Dying:\n"
+        f"    def __del__(self): {HIT}\n"
+        "class Last:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'kvgen.measure.run': Dying()\n"
+        "sys.meta_path.insert(0, Last())\n"
+    )
+    assert interrupted_at(tmp_path, hook) == (130, "kvgen: interrupted\n")
+
+
 def test_a_ctrl_c_while_the_model_is_read_is_one_line(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +102,8 @@ def test_a_ctrl_c_while_recomputing_keeps_text_and_table(
 
 def test_an_ignored_ctrl_c_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvgen.cli.interrupts import note_interrupts
+
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
 
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

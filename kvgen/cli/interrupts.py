@@ -7,6 +7,7 @@ therefore noted, and raised again where the preparation ends.
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -29,8 +30,16 @@ class InterruptedEarlyError(KvgenError):
 def note_interrupts() -> None:
     """Note every Ctrl-C from now on, and SIGTERM, which ends a run as cleanly.
 
-    Not where the caller has them ignored, as ``nohup`` does.
+    Not where the caller has them ignored, as ``nohup`` does. Where Python can raise nothing, in a
+    destructor or the callback of a weak reference, one is noted without its traceback.
     """
+    shown = sys.unraisablehook
+
+    def show(found: sys.UnraisableHookArgs) -> None:
+        if not isinstance(found.exc_value, KeyboardInterrupt):
+            shown(found)
+
+    sys.unraisablehook = show
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _note)
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
