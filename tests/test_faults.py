@@ -331,5 +331,6 @@ def test_sigterm_keeps_the_text_and_exits_143(tiny_folder: Path, tmp_path: Path)
     ended = [one for one in found if one.code == 143]
     assert ended
     for one in ended:
-        assert usual.stdout.startswith(one.stdout)
+        # What ended within a character shows the bytes it had of it.
+        assert usual.stdout.startswith(one.stdout.rstrip("\ufffd"))
         assert "Traceback" not in one.stderr
