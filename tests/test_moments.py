@@ -96,7 +96,8 @@ def test_generate_leaves_the_old_text_or_the_new(
         ended = moments.run(line, sent, chance.uniform(0, usual.seconds * 1.1), cache)
         ended_well(ended, sent)
         text = file.read_text("utf-8")
-        assert text == "old" or whole.startswith(text)
+        # What ended within a character shows the bytes it had of it.
+        assert text == "old" or whole.startswith(text.rstrip("\ufffd"))
         tidy(folder, sent)
         assert [path.name for path in folder.iterdir()] == ["text"]
     assert moments.run(line, environment=cache).code == 0
