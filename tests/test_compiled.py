@@ -26,8 +26,9 @@ from kvgen.models import LoadedModel
 
 FLOAT32 = 1e-4
 IDS = [(7 * index) % 97 + 3 for index in range(2 * BLOCK + 6)]
-# Full attention with grouped queries; soft caps, half of the layers sliding; sinks and experts.
-TYPES = ("llama", "gemma2", pytest.param("gpt_oss", marks=pytest.mark.slow))
+# Full attention with grouped queries; all layers sliding; soft caps, half of the layers sliding;
+# sinks and experts.
+TYPES = ("llama", "mistral", "gemma2", pytest.param("gpt_oss", marks=pytest.mark.slow))
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

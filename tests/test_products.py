@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from families import tiny_model
 from oracle import full_logits, largest_difference, new_cache
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvgen.cache.adapter import TransformersCache
 from kvgen.engine.forward import Forward
@@ -105,6 +107,33 @@ def test_a_model_predicts_the_same_each_way(model_type: str, way: str) -> None:
     wanted = full_logits(model, ids)[2:].float()
     limit = tolerance("bfloat16", largest_logit(wanted)) if way == GEMV else FLOAT32
     assert largest_difference(torch.stack(found).float(), wanted) < limit
+
+
+class Made(TorchDispatchMode):
+    """The most bytes that an operation within it gave in memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {t.data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.data_ptr() not in given:
+            self.most = max(self.most, result.nbytes)
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tuning_copies_no_weight(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_uses_onednn", lambda: True)
+    net = Net(dtype)
+    with Made() as made, OneRowProducts(net, choose_products(net, None)):
+        net.wide(torch.ones(1, 24, dtype=dtype))
+    assert 0 < made.most <= net.wide.out_features * dtype.itemsize
+    with made:
+        net.wide.weight.clone()
+    assert made.most == net.wide.weight.nbytes
 
 
 def test_weights_tied_to_the_embedding_stay_tied() -> None:
